@@ -1,0 +1,1 @@
+"""Engines that move bytes: io_uring, threads, and a simulated drive, behind one contract."""
