@@ -1,0 +1,172 @@
+"""What is known of every unit (one group of blocks): keys, tokens, and where its copies are. Next: traffic.
+
+Pure bookkeeping in arrays: no byte moves here, no lock is taken; callers hold the cache's lock. A unit is *open* while
+a sequence may append to it, *clean* when the tier below holds all its tokens, *busy* while it is being stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.blocks import KEY, KeyArray, PrefixIndex, UnitPool
+from kvtide.evict import Lru, make_evictor
+from kvtide.spec import SlotLayout
+from kvtide.tiers.contract import GroupRecords
+from kvtide.tiers.memory import FramePool
+
+Ids = npt.NDArray[np.int64]
+
+
+class Ledger:
+    """State of all units and of the DRAM frames that hold their fragments.
+
+    Shapes: per unit [num_units]; frames [num_units, L], -1 where a fragment is not in DRAM.
+    """
+
+    def __init__(self, layout: SlotLayout, *, num_units: int, num_frames: int, evictor: str) -> None:
+        self.layout = layout
+        num_layers, group = layout.num_layers, layout.group_blocks
+        self.pool, self.index = UnitPool(num_units), PrefixIndex()
+        self.recency = Lru(num_units)
+        self.uid = np.full(num_units, -1, np.int64)
+        self.num_tokens = np.zeros(num_units, np.int64)
+        self.num_blocks = np.zeros(num_units, np.int64)
+        self.key, self.parent = np.zeros(num_units, KEY), np.zeros(num_units, KEY)
+        self.block_keys = np.zeros((num_units, group), KEY)
+        self.stored_key = np.zeros(num_units, KEY)
+        self.stored_tokens = np.zeros(num_units, np.int64)  # 0: the tier below has nothing of it
+        self.is_open = np.zeros(num_units, np.bool_)
+        self.is_busy = np.zeros(num_units, np.bool_)
+        self.was_refused = np.zeros(num_units, np.bool_)  # the tier below did not take it
+        self.frames = np.full((num_units, num_layers), -1, np.int64)
+        self.frame_pool = FramePool(num_frames, max(layout.fragment_padded_bytes))
+        self.frame_evictor = make_evictor(evictor, num_frames)
+        self.frame_unit = np.full(num_frames, -1, np.int64)
+        self.frame_layer = np.zeros(num_frames, np.int64)
+        self.pins = np.zeros(num_frames, np.int32)
+        self._next_uid = 0
+
+    # Units
+
+    def begin(self, units: Ids) -> None:
+        """Start the life of units just taken from the pool."""
+        self.uid[units] = np.arange(self._next_uid, self._next_uid + len(units))
+        self._next_uid += len(units)
+        self.num_tokens[units] = self.num_blocks[units] = self.stored_tokens[units] = 0
+        self.is_open[units] = self.is_busy[units] = self.was_refused[units] = False
+        self.recency.admit(units)
+
+    def renew(self, unit: int) -> None:
+        """Give `unit` a new uid: its content will differ from what copies of it hold."""
+        self.uid[unit] = self._next_uid
+        self._next_uid += 1
+
+    def dispose(self, units: Ids) -> None:
+        """End the life of idle units: index entries, frames, and the id go back."""
+        for unit in units.tolist():
+            self.index.discard(unit)
+        self.free_frames(self.frames[units].ravel())
+        self.recency.forget(units)
+        self.uid[units] = -1
+        self.stored_tokens[units] = 0
+        self.pool.recycle(units)
+
+    def adopt(self, records: GroupRecords) -> None:
+        """Make idle units of what the tier below already holds, oldest first. There is room for all of them."""
+        units = self.pool.take(len(records))
+        assert len(units) == len(records), "fewer units than slots"
+        self.begin(units)
+        self.key[units] = self.stored_key[units] = records.keys
+        self.parent[units], self.block_keys[units] = records.parents, records.block_keys
+        self.num_tokens[units] = self.stored_tokens[units] = records.num_tokens
+        self.num_blocks[units] = records.num_blocks
+        for unit in units.tolist():
+            self.register(unit, 0)
+        self.pool.release(units)
+
+    def register(self, unit: int, first_block: int) -> None:
+        """Let prefixes find the blocks of `unit` from `first_block` on."""
+        num = int(self.num_blocks[unit])
+        covered = np.minimum(np.arange(first_block + 1, num + 1) * self.layout.block_tokens, int(self.num_tokens[unit]))
+        self.index.add(self.block_keys[unit, first_block:num], unit=unit, tokens=covered)
+
+    def set_blocks(self, unit: int, first_block: int, keys: KeyArray, parent: npt.NDArray[np.void]) -> None:
+        """Note the keys of the blocks of `unit` from `first_block` on, and register them."""
+        num = first_block + len(keys)
+        self.block_keys[unit, first_block:num] = keys
+        self.num_blocks[unit] = num
+        self.key[unit] = keys[-1]
+        if first_block == 0:
+            self.parent[unit] = parent
+        self.register(unit, first_block)
+
+    def records(self, units: Ids) -> GroupRecords:
+        """Return the records under which `units` are stored now."""
+        return GroupRecords(
+            self.key[units], self.parent[units], self.num_tokens[units], self.num_blocks[units], self.block_keys[units]
+        )
+
+    def is_clean(self, units: Ids | slice = slice(None)) -> npt.NDArray[np.bool_]:
+        """Say which units the tier below holds to their last token."""
+        stored = self.stored_tokens[units]
+        return (stored > 0) & (stored == self.num_tokens[units]) & ~self.is_open[units]
+
+    def is_resident(self, units: Ids | slice = slice(None)) -> npt.NDArray[np.bool_]:
+        """Say which units have every fragment in DRAM."""
+        resident: npt.NDArray[np.bool_] = np.all(self.frames[units] >= 0, axis=1)
+        return resident
+
+    def storable(self) -> npt.NDArray[np.bool_]:
+        """Say which units could be written to the tier below now."""
+        alive = (self.uid >= 0) & (self.num_blocks > 0)
+        return alive & ~self.is_clean() & ~self.is_open & ~self.is_busy & ~self.was_refused & self.is_resident()
+
+    def disposable(self) -> npt.NDArray[np.bool_]:
+        """Say which units no sequence holds and no job uses."""
+        pinned = np.zeros(len(self.uid), np.bool_)
+        pinned[self.frame_unit[self.pins > 0]] = True
+        return (self.uid >= 0) & (self.pool.counts() == 0) & ~self.is_busy & ~pinned
+
+    def lose(self, units: Ids) -> None:
+        """Note that what the tier below had of `units` is gone; no prefix may find them any more."""
+        self.stored_tokens[units] = 0
+        for unit in units.tolist():
+            self.index.discard(unit)
+
+    def reached(self, units: Ids | Seq[int]) -> None:
+        """Note a use of a prefix: earlier units count as used later, since the later ones are of no use without."""
+        self.recency.touch(np.asarray(units, np.int64)[::-1])
+
+    # Frames
+
+    def bind(self, frames: Ids, units: Ids, layers: Ids) -> None:
+        """Let `frames` hold the fragments (unit, layer)."""
+        self.frames[units, layers] = frames
+        self.frame_unit[frames], self.frame_layer[frames] = units, layers
+        self.frame_evictor.admit(frames)
+
+    def free_frames(self, frames: Ids) -> None:
+        """Give frames back; -1 stands for none."""
+        frames = frames[frames >= 0]
+        self.frames[self.frame_unit[frames], self.frame_layer[frames]] = -1
+        self.frame_unit[frames] = -1
+        self.frame_evictor.forget(frames)
+        self.frame_pool.give(frames)
+
+    def take_frames(self, num: int, *, keep_unit: int = -1) -> Ids:
+        """Return up to `num` frames, dropping clean fragments by the evictor's choice, but none of `keep_unit`."""
+        missing = num - self.frame_pool.num_free
+        if missing > 0:
+            owner = self.frame_unit
+            evictable = (owner >= 0) & (owner != keep_unit) & (self.pins == 0)
+            evictable[evictable] = self.is_clean(owner[evictable])
+            self.free_frames(self.frame_evictor.victims(missing, evictable))
+        return self.frame_pool.take(num)
+
+    def used_bytes(self) -> int:
+        """Return the bytes of the frames in use."""
+        pool = self.frame_pool
+        return (pool.num_frames - pool.num_free) * pool.frame_bytes

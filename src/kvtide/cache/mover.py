@@ -1,0 +1,83 @@
+"""The one background thread that moves KV: most urgent job first. Next: traffic (the jobs).
+
+Demand goes before prefetch, prefetch before write-back; within one priority, first come first served. A job is never
+interrupted, so jobs are kept short (a layer, a few groups). Knows nothing of what a job does.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+DEMAND, PREFETCH, WRITE_BACK = 0, 1, 2
+
+
+class Mover:
+    """Runs jobs on its own thread.
+
+    Threads: any thread may submit.
+    """
+
+    def __init__(self) -> None:
+        self._ready = threading.Condition()
+        self._heap: list[tuple[int, int, Callable[[], object], Future[object]]] = []
+        self._order = itertools.count()
+        self._is_busy = False
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="kvtide-mover", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it takes no more jobs."""
+        return self._is_closed
+
+    def submit(self, job: Callable[[], object], priority: int) -> Future[object]:
+        """Queue `job`; its result or exception comes through the future."""
+        future: Future[object] = Future()
+        with self._ready:
+            if self._is_closed:
+                raise RuntimeError("the mover is closed")
+            heapq.heappush(self._heap, (priority, next(self._order), job, future))
+            self._ready.notify()
+        return future
+
+    def hasten(self, future: Future[object]) -> None:
+        """Let a queued job run as demand, because somebody now waits for it."""
+        with self._ready:
+            for index, (_, order, job, queued) in enumerate(self._heap):
+                if queued is future:
+                    self._heap[index] = (DEMAND, order, job, queued)
+                    heapq.heapify(self._heap)
+                    return
+
+    def drain(self) -> None:
+        """Return when nothing is queued and nothing runs."""
+        with self._ready:
+            self._ready.wait_for(lambda: not self._heap and not self._is_busy)
+
+    def close(self) -> None:
+        """Finish what is queued, then stop the thread. Idempotent."""
+        with self._ready:
+            self._is_closed = True
+            self._ready.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._ready:
+                self._ready.wait_for(lambda: self._heap or self._is_closed)
+                if not self._heap:
+                    return
+                _, _, job, future = heapq.heappop(self._heap)
+                self._is_busy = True
+            try:
+                future.set_result(job())
+            except BaseException as error:  # whoever waits for the future gets it, whatever it is
+                future.set_exception(error)
+            with self._ready:
+                self._is_busy = False
+                self._ready.notify_all()

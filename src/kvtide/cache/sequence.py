@@ -1,0 +1,48 @@
+"""A sequence of tokens and the units that hold its KV. Values only; the cache gives them meaning. Next: ledger."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.blocks import BlockTable
+
+
+@dataclass(slots=True)
+class Match:
+    """The longest kept prefix of some tokens, and in which tier its bytes lie (the fastest that has them)."""
+
+    units: npt.NDArray[np.int64]
+    num_tokens: int
+    keys: tuple[bytes, ...]
+    device_bytes: int = 0
+    dram_bytes: int = 0
+    file_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Sequence:
+    """Tokens whose KV is kept.
+
+    Shapes: keys has one entry a full block; pending [n, 3] (unit, first token in it, end) of a step in progress.
+    """
+
+    sequence_id: int
+    table: BlockTable
+    root: bytes
+    tokens: list[int]
+    keys: list[bytes]
+    matched: Match
+    pending: npt.NDArray[np.int64] | None = None
+    num_pending: int = 0
+    units: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def __post_init__(self) -> None:
+        self.units = np.array(self.table.units, np.int64)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV is complete in every layer."""
+        return len(self.tokens)

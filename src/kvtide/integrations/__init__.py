@@ -1,0 +1,1 @@
+"""kvtide inside other people's engines, one folder or file each."""

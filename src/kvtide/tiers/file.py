@@ -1,0 +1,380 @@
+"""The file tier: groups in fixed slots of one preallocated file, every byte checked. Next: namespace (who opens it).
+
+Decides where a group lies, in which order its parts reach the file, and what a reader may believe. Knows no policy:
+when it is full it says so, and the cache chooses what to drop. It moves bytes only through an `io.Engine`, so the same
+code runs on a drive and on the simulator.
+
+Theory. `[superblock page][slot 0][slot 1]...`. A group is written in three steps, each complete before the next:
+(1) the header that an earlier group left in the slot is wiped, (2) the fragments, (3) the new header. A crash at any
+moment thus leaves an empty slot or a whole one. An older version of a group lies in another slot and stays until the
+cache drops it, after the new one is whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvtide.blocks import KEY, KeyArray
+from kvtide.errors import IoError
+from kvtide.io.ops import OP, PAGE_BYTES, READ, WRITE, Batch, Engine, address_of, aligned_buffer
+from kvtide.io.schedule import Merged, merge
+from kvtide.spec import SlotLayout
+from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK, Cause, GroupRecords, Statuses, TierStats
+from kvtide.tiers.header import Decoded, HeaderCodec
+from kvtide.trace.record import CAUSES, OP_EVENT, Recorder
+
+OP_BYTES_MAX = 1 << 20  # large enough for full bandwidth on any drive measured, small enough to keep depth
+SCAN_SLOTS = 512  # headers read at once when opening
+
+
+@dataclass(slots=True)
+class SlotTable:
+    """What is known of every slot. Shapes: one row a slot; checksums [num_slots, L]; block_keys [num_slots, G]."""
+
+    used: npt.NDArray[np.bool_]
+    has_header: npt.NDArray[np.bool_]  # a valid header may lie in the file, though the slot is free
+    keys: KeyArray
+    parents: KeyArray
+    num_tokens: npt.NDArray[np.int64]
+    num_blocks: npt.NDArray[np.int64]
+    block_keys: KeyArray
+    sequences: npt.NDArray[np.uint64]
+    checksums: npt.NDArray[np.uint64]
+
+    @classmethod
+    def empty(cls, num_slots: int, layout: SlotLayout) -> SlotTable:
+        """Return a table of free slots."""
+        num_layers = len(layout.fragment_offset)
+        return cls(
+            np.zeros(num_slots, np.bool_),
+            np.zeros(num_slots, np.bool_),
+            np.zeros(num_slots, KEY),
+            np.zeros(num_slots, KEY),
+            np.zeros(num_slots, np.int64),
+            np.zeros(num_slots, np.int64),
+            np.zeros((num_slots, layout.group_blocks), KEY),
+            np.zeros(num_slots, np.uint64),
+            np.zeros((num_slots, num_layers), np.uint64),
+        )
+
+    def records(self, slots: npt.NDArray[np.int64]) -> GroupRecords:
+        """Return the records of `slots`."""
+        return GroupRecords(self.keys, self.parents, self.num_tokens, self.num_blocks, self.block_keys).take(slots)
+
+    def fill(
+        self,
+        slots: npt.NDArray[np.int64],
+        records: GroupRecords,
+        sequences: npt.NDArray[np.uint64],
+        checksums: npt.NDArray[np.uint64],
+    ) -> None:
+        """Note that `slots` hold `records`, on the medium and in the table."""
+        self.used[slots] = self.has_header[slots] = True
+        self.keys[slots], self.parents[slots] = records.keys, records.parents
+        self.num_tokens[slots], self.num_blocks[slots] = records.num_tokens, records.num_blocks
+        self.block_keys[slots], self.sequences[slots], self.checksums[slots] = records.block_keys, sequences, checksums
+
+
+class FileTier:
+    """A `Tier` over one open file.
+
+    Threads: one at a time.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        fd: int,
+        layout: SlotLayout,
+        identity_digest: bytes,
+        num_slots: int,
+        *,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.layout, self.num_slots, self.table = layout, num_slots, SlotTable.empty(num_slots, layout)
+        self._engine, self._fd, self._recorder = engine, fd, recorder
+        self._codec = HeaderCodec(layout, identity_digest)
+        self._slot_of: dict[bytes, int] = {}
+        self._free = np.ones(num_slots, np.bool_)
+        self._sequence = 0
+        self._stats = TierStats(capacity_bytes=num_slots * layout.slot_bytes)
+        self._offsets = np.array(layout.fragment_offset, np.uint64)
+        self._lengths = np.array(layout.fragment_padded_bytes, np.uint32)
+
+    # Opening
+
+    def scan(self) -> None:
+        """Fill the slot table from the headers in the file, many reads in flight.
+
+        A slot whose header cannot be read is left free and counted as failed.
+        """
+        header_bytes = self.layout.header_bytes
+        pages = aligned_buffer(SCAN_SLOTS * header_bytes).reshape(SCAN_SLOTS, header_bytes)
+        for first in range(0, self.num_slots, SCAN_SLOTS):
+            slots = np.arange(first, min(first + SCAN_SLOTS, self.num_slots))
+            pages[:] = 0
+            batch = self._header_ops(slots, pages, READ)
+            good = self._run(batch, "metadata", slots)
+            self._stats.num_failed += int((~good).sum())
+            decoded = self._codec.decode(pages[: len(slots)])
+            self.adopt(slots, decoded, decoded.valid & good)
+
+    def adopt(self, slots: npt.NDArray[np.int64], decoded: Decoded, kept: npt.NDArray[np.bool_]) -> None:
+        """Take over the `kept` of slots that a former owner filled; of two with one key the later one wins."""
+        slots, records = slots[kept], decoded.records.take(kept)
+        sequences, checksums = decoded.sequences[kept], decoded.checksums[kept]
+        self.table.fill(slots, records, sequences, checksums)
+        for index in np.argsort(sequences, kind="stable").tolist():
+            self._own(records.keys[index].tobytes(), int(slots[index]))
+        self._sequence = max(self._sequence, int(sequences.max(initial=0)))
+
+    def headers(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+        """Return the used slots and their header pages: what a checkpoint keeps. Shapes: [n], [n, header_bytes]."""
+        slots = np.flatnonzero(self.table.used)
+        pages = np.zeros((len(slots), self.layout.header_bytes), np.uint8)
+        table = self.table
+        self._codec.encode(table.records(slots), table.sequences[slots], table.checksums[slots], pages)
+        return slots, pages
+
+    def inventory(self) -> GroupRecords:
+        """Return the records of every group, oldest write first."""
+        slots = np.flatnonzero(self.table.used)
+        return self.table.records(slots[np.argsort(self.table.sequences[slots], kind="stable")])
+
+    # The contract
+
+    def lookup(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
+        return self._slots(keys) >= 0
+
+    def read(self, keys: KeyArray, requests: npt.NDArray[np.void], *, cause: Cause) -> Statuses:
+        slots = self._slots(keys)[requests["row"]]
+        statuses = np.where(slots < 0, MISSING, OK).astype(np.uint8)
+        present = np.flatnonzero(slots >= 0)
+        slots, wanted = slots[present], requests[present]
+        batch = self._fragment_ops(slots, wanted["layer"], wanted["address"], READ)
+        merged = merge(batch, bytes_max=OP_BYTES_MAX)
+        order = np.argsort(merged.part_of, kind="stable")
+        bounds = np.searchsorted(merged.part_of[order], np.arange(len(merged.batch) + 1))
+        self._engine.submit(merged.batch)
+        outstanding = len(merged.batch)
+        while outstanding:
+            completions = self._engine.reap(1)
+            outstanding -= len(completions)
+            self._record(merged, completions, bounds, order, slots, wanted["layer"], cause)
+            for tag, length, error in zip(
+                completions["tag"].tolist(), completions["length"].tolist(), completions["error"].tolist(), strict=True
+            ):
+                parts = order[bounds[tag] : bounds[tag + 1]]
+                if error or length != int(merged.batch["length"][tag]):
+                    statuses[present[parts]] = FAILED
+                    self._stats.num_failed += len(parts)
+                else:
+                    self._stats.read_bytes += length
+                    statuses[present[parts]] = self._verify(slots[parts], wanted[parts])
+        self._stats.num_reads += len(merged.batch)
+        self._drop_slots(slots[statuses[present] == CORRUPT])
+        return statuses
+
+    def write(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], *, cause: Cause) -> Statuses:
+        statuses = np.full(len(records), FULL, np.uint8)
+        slots = self._allocate(len(records), self._slots(records.parents[:1])[0] if len(records) else -1)
+        num = len(slots)
+        self._stats.num_full += len(records) - num
+        if not num:
+            return statuses
+        good, sequences, checksums = self._write_slots(slots, records.take(slice(num)), addresses[:num], cause)
+        statuses[:num] = np.where(good, OK, FAILED)
+        self._stats.num_failed += int((~good).sum())
+        self._free[slots[~good]] = True
+        rows = np.flatnonzero(good)
+        self.table.fill(slots[rows], records.take(rows), sequences[rows], checksums[rows])
+        for key, slot in zip(records.keys[rows].tolist(), slots[rows].tolist(), strict=True):
+            self._own(key, slot)
+        return statuses
+
+    def drop(self, keys: KeyArray) -> None:
+        slots = self._slots(keys)
+        self._drop_slots(slots[slots >= 0])
+
+    def stats(self) -> TierStats:
+        self._stats.num_groups = len(self._slot_of)
+        self._stats.used_bytes = len(self._slot_of) * self.layout.slot_bytes
+        return self._stats
+
+    # Slots
+
+    def _slots(self, keys: KeyArray) -> npt.NDArray[np.int64]:
+        get = self._slot_of.get
+        return np.array([get(key, -1) for key in keys.tolist()], np.int64)
+
+    def _allocate(self, num: int, after: int) -> npt.NDArray[np.int64]:
+        """Return up to `num` free slots, in one run behind slot `after` where there is one, else the lowest."""
+        free = np.flatnonzero(self._free)
+        start = int(np.searchsorted(free, after + 1))
+        slots = np.concatenate([free[start : start + num], free[:start]])[:num]
+        self._free[slots] = False
+        return slots
+
+    def _own(self, key: bytes, slot: int) -> None:
+        """Let `slot` be the one that holds `key`; an older one is freed."""
+        old = self._slot_of.get(key)
+        if old is not None:
+            self._release(old)
+        self._slot_of[key] = slot
+        self._free[slot] = False
+
+    def _release(self, slot: int) -> None:
+        self._free[slot] = True
+        self.table.used[slot] = False
+
+    def _drop_slots(self, slots: npt.NDArray[np.int64]) -> None:
+        for slot in np.unique(slots).tolist():
+            if self.table.used[slot]:
+                del self._slot_of[self.table.keys[slot].tobytes()]
+                self._release(slot)
+
+    # Bytes
+
+    def _start(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        return (PAGE_BYTES + slots * self.layout.slot_bytes).astype(np.uint64)
+
+    def _header_ops(self, slots: npt.NDArray[np.int64], pages: npt.NDArray[np.uint8], kind: int) -> Batch:
+        batch = np.zeros(len(slots), OP)
+        batch["fd"], batch["kind"], batch["length"] = self._fd, kind, self.layout.header_bytes
+        batch["offset"] = self._start(slots)
+        batch["address"] = address_of(pages) + np.arange(len(slots), dtype=np.uint64) * self.layout.header_bytes
+        return batch
+
+    def _fragment_ops(
+        self,
+        slots: npt.NDArray[np.int64],
+        layers: npt.NDArray[np.integer],
+        addresses: npt.NDArray[np.uint64],
+        kind: int,
+    ) -> Batch:
+        batch = np.zeros(len(slots), OP)
+        batch["fd"], batch["kind"] = self._fd, kind
+        batch["offset"] = self._start(slots) + self._offsets[layers]
+        batch["length"], batch["address"] = self._lengths[layers], addresses
+        return batch
+
+    def _write_slots(
+        self, slots: npt.NDArray[np.int64], records: GroupRecords, addresses: npt.NDArray[np.uint64], cause: Cause
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """Write in the three steps of the theory; return which slots are whole, and their numbers and checksums."""
+        num, num_layers = addresses.shape
+        pages = aligned_buffer(num * self.layout.header_bytes).reshape(num, self.layout.header_bytes)
+        good = np.ones(num, np.bool_)
+        stale = np.flatnonzero(self.table.has_header[slots])
+        if len(stale):
+            good[stale] = self._run(self._header_ops(slots[stale], pages, WRITE), "metadata", slots[stale])
+            self.table.has_header[slots[stale[good[stale]]]] = False
+        layers = np.tile(np.arange(num_layers), num)
+        checksums = self._checksums(layers, addresses.ravel()).reshape(num, num_layers)
+        rows = np.flatnonzero(good)
+        layers = layers[: len(rows) * num_layers]
+        batch = self._fragment_ops(np.repeat(slots[rows], num_layers), layers, addresses[rows].ravel(), WRITE)
+        done = self._run(batch, cause, np.repeat(slots[rows], num_layers), layers)
+        good[rows] = done.reshape(len(rows), num_layers).all(axis=1)
+        sequences = np.arange(self._sequence + 1, self._sequence + 1 + num, dtype=np.uint64)
+        self._sequence += num
+        self._codec.encode(records, sequences, checksums, pages)
+        rows = np.flatnonzero(good)
+        header_pages = pages if len(rows) == num else _aligned_copy(pages[rows])
+        self.table.has_header[slots[rows]] = True  # even a failed write may have landed
+        good[rows] = self._run(self._header_ops(slots[rows], header_pages, WRITE), "metadata", slots[rows])
+        return good, sequences, checksums
+
+    def _run(
+        self,
+        batch: Batch,
+        cause: Cause,
+        slots: npt.NDArray[np.int64],
+        layers: npt.NDArray[np.integer] | None = None,
+    ) -> npt.NDArray[np.bool_]:
+        """Do every operation, merged where they touch, and say which went well. Shapes: batch, slots, layers [n]."""
+        merged = merge(batch, bytes_max=OP_BYTES_MAX)
+        self._engine.submit(merged.batch)
+        good = np.zeros(len(merged.batch), np.bool_)
+        order = np.argsort(merged.part_of, kind="stable")
+        bounds = np.searchsorted(merged.part_of[order], np.arange(len(merged.batch) + 1))
+        outstanding = len(merged.batch)
+        while outstanding:
+            completions = self._engine.reap(1)
+            outstanding -= len(completions)
+            tags = completions["tag"].astype(np.int64)
+            good[tags] = (completions["error"] == 0) & (completions["length"] == merged.batch["length"][tags])
+            self._record(merged, completions, bounds, order, slots, layers, cause)
+        num_bytes, is_write = int(merged.batch["length"][good].sum()), bool(len(batch) and batch["kind"][0] == WRITE)
+        if is_write:
+            self._stats.num_writes += len(merged.batch)
+            self._stats.written_bytes += num_bytes
+        else:
+            self._stats.num_reads += len(merged.batch)
+            self._stats.read_bytes += num_bytes
+        return good[merged.part_of]
+
+    def _checksums(self, layers: npt.NDArray[np.integer], addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """Return the xxh3-64 of each fragment in memory, padding included."""
+        sums = np.empty(len(addresses), np.uint64)
+        lengths = self._lengths[layers]
+        for length in np.unique(lengths).tolist():
+            rows = np.flatnonzero(lengths == length)
+            views = map((ctypes.c_uint8 * length).from_address, addresses[rows].tolist())
+            sums[rows] = list(map(xxhash.xxh3_64_intdigest, views))
+        return sums
+
+    def _verify(self, slots: npt.NDArray[np.int64], requests: npt.NDArray[np.void]) -> Statuses:
+        found = self._checksums(requests["layer"], requests["address"])
+        bad = found != self.table.checksums[slots, requests["layer"]]
+        self._stats.num_corrupt += int(bad.sum())
+        return np.where(bad, CORRUPT, OK).astype(np.uint8)
+
+    def _record(
+        self,
+        merged: Merged,
+        completions: npt.NDArray[np.void],
+        bounds: npt.NDArray[np.intp],
+        order: npt.NDArray[np.intp],
+        slots: npt.NDArray[np.int64],
+        layers: npt.NDArray[np.integer] | None,
+        cause: Cause,
+    ) -> None:
+        if self._recorder is None:
+            return
+        tags = completions["tag"].astype(np.int64)
+        first = order[bounds[tags]]
+        events = np.zeros(len(completions), OP_EVENT)
+        events["time_ns"], events["complete_ns"] = completions["submit_ns"], completions["complete_ns"]
+        events["cause"], events["fd"] = CAUSES.index(cause), self._fd
+        events["is_write"] = merged.batch["kind"][tags] == WRITE
+        events["offset"], events["length"] = merged.batch["offset"][tags], completions["length"]
+        events["num_fragments"] = bounds[tags + 1] - bounds[tags]
+        events["depth"], events["error"] = completions["depth"], completions["error"]
+        events["slot"] = slots[first]
+        events["layer"] = -1 if layers is None else layers[first]
+        self._recorder.record_ops(events)
+
+
+def _aligned_copy(pages: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    copy = aligned_buffer(pages.size).reshape(pages.shape)
+    copy[:] = pages
+    return copy
+
+
+def move_page(engine: Engine, fd: int, page: npt.NDArray[np.uint8], kind: int) -> None:
+    """Read or write the superblock page, through the engine as everything else.
+
+    Raises: IoError with the errno.
+    """
+    batch = np.zeros(1, OP)
+    batch["fd"], batch["kind"], batch["address"], batch["length"] = fd, kind, address_of(page), PAGE_BYTES
+    engine.submit(batch)
+    done = engine.reap(1)[0]
+    if done["error"] or done["length"] != PAGE_BYTES:
+        raise IoError(int(done["error"]), f"superblock: {int(done['length'])} of {PAGE_BYTES} bytes moved")

@@ -1,0 +1,105 @@
+"""The bytes of a slot's header: encode, and decode without trusting them. Next: file.
+
+Theory. A slot is `[header][fragment of layer 0][fragment of layer 1]...`, each starting on a page. The header is the
+only truth about a slot: whose KV it is, how much of it is valid, and the checksum of every fragment. It carries a
+checksum of itself, so a torn header reads as an empty slot.
+
+    magic 8 | version u32 | layers u32 | identity 32 | key 32 | parent 32 | tokens u32 | blocks u32 | sequence u64
+    block keys G x 32 | fragment checksums L x u64 | header checksum u64 | zeros to the end of the header
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvtide.blocks import KEY
+from kvtide.spec import SlotLayout
+from kvtide.tiers.contract import GroupRecords
+
+MAGIC = b"KVTSLOT\0"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """Headers as arrays; rows where `valid` is False hold garbage and mean an empty slot."""
+
+    valid: npt.NDArray[np.bool_]
+    records: GroupRecords
+    sequences: npt.NDArray[np.uint64]
+    checksums: npt.NDArray[np.uint64]
+
+
+class HeaderCodec:
+    """Headers of one namespace: fixed geometry and identity."""
+
+    def __init__(self, layout: SlotLayout, identity_digest: bytes) -> None:
+        self._layout = layout
+        self._identity = np.frombuffer(identity_digest, KEY)[0]
+        self._num_layers = len(layout.fragment_offset)
+        self._dtype = np.dtype(
+            [
+                ("magic", "V8"),
+                ("version", "<u4"),
+                ("num_layers", "<u4"),
+                ("identity", KEY),
+                ("key", KEY),
+                ("parent", KEY),
+                ("num_tokens", "<u4"),
+                ("num_blocks", "<u4"),
+                ("sequence", "<u8"),
+                ("block_keys", KEY, (layout.group_blocks,)),
+                ("checksums", "<u8", (self._num_layers,)),
+                ("header_checksum", "<u8"),
+            ]
+        )
+        self._checked_bytes = self._dtype.itemsize - 8
+        assert self._dtype.itemsize <= layout.header_bytes, "SlotLayout reserves too small a header"
+
+    def encode(
+        self,
+        records: GroupRecords,
+        sequences: npt.NDArray[np.uint64],
+        checksums: npt.NDArray[np.uint64],
+        pages: npt.NDArray[np.uint8],
+    ) -> None:
+        """Write headers into `pages`. Shapes: checksums [n, L]; pages [n, header_bytes]."""
+        rows = np.zeros(len(records), self._dtype)
+        rows["magic"] = np.frombuffer(MAGIC, "V8")[0]
+        rows["version"], rows["num_layers"], rows["identity"] = FORMAT_VERSION, self._num_layers, self._identity
+        rows["key"], rows["parent"] = records.keys, records.parents
+        rows["num_tokens"], rows["num_blocks"] = records.num_tokens, records.num_blocks
+        rows["sequence"], rows["block_keys"], rows["checksums"] = sequences, records.block_keys, checksums
+        raw = rows.view(np.uint8).reshape(len(rows), -1)
+        rows["header_checksum"] = list(map(xxhash.xxh3_64_intdigest, raw[:, : self._checked_bytes].copy()))
+        pages[:] = 0
+        pages[:, : self._dtype.itemsize] = raw
+
+    def decode(self, pages: npt.NDArray[np.uint8]) -> Decoded:
+        """Read headers; a row is valid only if every field agrees with its checksum and this namespace."""
+        raw = np.ascontiguousarray(pages[:, : self._dtype.itemsize])
+        rows = raw.view(self._dtype).reshape(len(pages))
+        layout = self._layout
+        num_tokens, num_blocks = rows["num_tokens"].astype(np.int64), rows["num_blocks"].astype(np.int64)
+        valid = (rows["magic"] == np.frombuffer(MAGIC, "V8")[0]) & (rows["version"] == FORMAT_VERSION)
+        valid &= (rows["num_layers"] == self._num_layers) & (rows["identity"] == self._identity)
+        valid &= (num_tokens >= 1) & (num_tokens <= layout.tokens_per_group)
+        valid &= num_blocks == -(-num_tokens // layout.block_tokens)
+        for index in np.flatnonzero(valid).tolist():
+            valid[index] = (
+                xxhash.xxh3_64_intdigest(raw[index, : self._checked_bytes].data) == rows["header_checksum"][index]
+            )
+        records = GroupRecords(rows["key"], rows["parent"], num_tokens, num_blocks, rows["block_keys"])
+        return Decoded(valid, records, rows["sequence"], rows["checksums"])
+
+
+def foreign_version(page: npt.NDArray[np.uint8]) -> int | None:
+    """Return the format version of a slot header that another version of kvtide wrote, else None."""
+    if bytes(page[:8]) != MAGIC:
+        return None
+    version = int(page[8:12].view("<u4")[0])
+    return None if version == FORMAT_VERSION else version

@@ -1,0 +1,136 @@
+"""Our own events: every object the cache wanted and every operation an engine did for it. Next: io.ops.
+
+Recording is one array copy a batch into a bounded ring: the newest `max_events` of each level are kept, the older
+ones counted as lost. Nothing is formatted until `write_parquet`. Knows no tier and no kernel; times are those of the
+clock its callers read.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+CAUSES = ("prefill-write", "decode-read", "restore", "prefetch", "demote", "metadata")
+
+OBJECT_EVENT = np.dtype(
+    [
+        ("time_ns", "<i8"),
+        ("sequence_id", "<i8"),
+        ("layer", "<i4"),
+        ("cause", "u1"),
+        ("num_tokens", "<i4"),
+        ("wanted_bytes", "<i8"),
+        ("dram_bytes", "<i8"),  # copied to the device from DRAM
+        ("file_bytes", "<i8"),  # read from the tier below
+        ("wait_ns", "<i8"),  # how long the caller stood still
+    ]
+)
+OP_EVENT = np.dtype(
+    [
+        ("time_ns", "<i8"),  # submitted
+        ("complete_ns", "<i8"),
+        ("cause", "u1"),
+        ("is_write", "?"),
+        ("fd", "<i4"),
+        ("offset", "<u8"),
+        ("length", "<u4"),
+        ("num_fragments", "<u4"),
+        ("depth", "<u4"),
+        ("error", "<i4"),
+        ("layer", "<i4"),  # of the first fragment
+        ("slot", "<i8"),  # of the first fragment
+    ]
+)
+
+
+class Ring:
+    """The newest `max_events` rows of one kind; grows by doubling up to that, then wraps."""
+
+    def __init__(self, dtype: np.dtype[np.void], max_events: int) -> None:
+        self.max_events = max_events
+        self.num_seen = 0
+        self._rows = np.zeros(min(1024, max_events), dtype)
+
+    @property
+    def num_lost(self) -> int:
+        return max(0, self.num_seen - self.max_events)
+
+    def extend(self, rows: npt.NDArray[np.void]) -> None:
+        """Keep `rows`, dropping the oldest where there is no room."""
+        num_dropped = max(0, len(rows) - self.max_events)
+        kept, first = rows[num_dropped:], self.num_seen + num_dropped
+        self.num_seen += len(rows)
+        while len(self._rows) < min(self.num_seen, self.max_events):
+            grown = np.zeros(min(self.max_events, 2 * len(self._rows)), self._rows.dtype)
+            grown[: len(self._rows)] = self._rows
+            self._rows = grown
+        at = first % len(self._rows)
+        head = min(len(kept), len(self._rows) - at)
+        self._rows[at : at + head] = kept[:head]
+        self._rows[: len(kept) - head] = kept[head:]
+
+    def rows(self) -> npt.NDArray[np.void]:
+        """Return a copy of what is kept, oldest first."""
+        if self.num_seen <= len(self._rows):
+            return self._rows[: self.num_seen].copy()
+        at = self.num_seen % len(self._rows)
+        return np.concatenate([self._rows[at:], self._rows[:at]])
+
+
+class Recorder:
+    """Collects events of both levels.
+
+    Threads: any thread may record; a lock is held for one array copy.
+    """
+
+    def __init__(self, max_events: int = 1 << 20) -> None:
+        self.objects = Ring(OBJECT_EVENT, max_events)
+        self.ops = Ring(OP_EVENT, max_events)
+        self._lock = threading.Lock()
+
+    def record_objects(self, rows: npt.NDArray[np.void]) -> None:
+        """Record what the cache wanted. Shapes: rows [n] OBJECT_EVENT."""
+        with self._lock:
+            self.objects.extend(rows)
+
+    def record_ops(self, rows: npt.NDArray[np.void]) -> None:
+        """Record what an engine did. Shapes: rows [n] OP_EVENT."""
+        with self._lock:
+            self.ops.extend(rows)
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many object and op events were seen so far: marks for `ops_since`."""
+        with self._lock:
+            return self.objects.num_seen, self.ops.num_seen
+
+    def ops_since(self, num_seen: int) -> npt.NDArray[np.void]:
+        """Return the op events recorded after `counts()` gave `num_seen`, as far as they are still kept."""
+        with self._lock:
+            rows = self.ops.rows()
+            return rows[max(0, len(rows) - (self.ops.num_seen - num_seen)) :]
+
+    def write_parquet(self, path: Path) -> int:
+        """Write both levels as one Parquet table with a `level` column; return the number of rows.
+
+        The columns are listed in docs/formats.md. The file appears whole or not at all.
+        """
+        import polars as pl
+
+        with self._lock:
+            kept = {"object": self.objects.rows(), "op": self.ops.rows()}
+        frames = []
+        for level, rows in kept.items():
+            columns = {name: np.ascontiguousarray(rows[name]) for name in rows.dtype.names or () if name != "cause"}
+            frame = pl.DataFrame(columns).with_columns(
+                pl.Series("cause", np.array(CAUSES)[rows["cause"]].tolist(), dtype=pl.String),
+                pl.lit(level).alias("level"),
+            )
+            frames.append(frame)
+        table = pl.concat(frames, how="diagonal").sort("time_ns")
+        partial = path.with_name(path.name + ".partial")
+        table.write_parquet(partial)
+        partial.replace(path)
+        return int(table.height)
