@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import fields, replace
 
@@ -46,8 +47,14 @@ def test_digest_is_pinned():
         "m", "0" * 64, "0" * 64, "", "", (("rope_theta", 1e6), ("rope_scaling", (("factor", 8.0),))), Dtype.BF16,
         Layout.LAYER_MAJOR, 16, 4, 0, 1, ((0, 2, 2, 1, 0),), 1,
     )  # fmt: skip
-    assert len(small.digest()) == 32
-    assert small.digest().hex() == "PINNED"
+    zeros = "0" * 64
+    text = (
+        '{"adapter":"","block_tokens":16,"dtype":"bf16","format_version":1,"group_blocks":4,"layers":[[0,2,2,1,0]],'
+        '"layout":"layer_major","model":"m","revision":"","rope":{"rope_scaling":[["factor",8.0]],'
+        f'"rope_theta":1000000.0}},"tokenizer_digest":"{zeros}","tp_rank":0,"tp_size":1,"weights_digest":"{zeros}"}}'
+    )
+    assert small.digest() == hashlib.sha256(text.encode()).digest()
+    assert small.digest().hex() == "3713576f71bedde961c39affe3a69c55e5fc473bb84b005ccef311ec90e27a0f"
 
 
 def test_every_field_changes_the_digest():

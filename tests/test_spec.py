@@ -43,7 +43,7 @@ class Preset:
     num_params: int
 
 
-# Parameter counts are those the published weights have (vision towers and extra prediction layers left out).
+# Parameters as counted from the config; vision towers and extra prediction layers are left out.
 PRESETS = (
     Preset("llama-3-8b", 131072, 8_030_261_248),
     Preset("llama-3-70b", 327680, 70_553_706_496),
@@ -92,7 +92,8 @@ FAMILIES = (
     Family("falcon", {"model_type": "falcon", "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8,
                       "vocab_size": 1000}, 4_290_048, "ffffff"),
     Family("falcon-new", {"model_type": "falcon", "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8,
-                          "vocab_size": 1000, "new_decoder_architecture": True, "num_kv_heads": 2}, 4_391_424, "ffffff"),
+                          "vocab_size": 1000, "new_decoder_architecture": True, "num_kv_heads": 2}, 4_391_424,
+           "ffffff"),
     Family("falcon-bias", {"model_type": "falcon", "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8,
                            "vocab_size": 1000, "bias": True, "parallel_attn": False, "multi_query": False}, 4_995_072,
            "ffffff"),
@@ -105,7 +106,7 @@ FAMILIES = (
 
 
 @pytest.mark.parametrize("case", PRESETS, ids=lambda case: case.id)
-def test_presets_have_the_published_size(case):
+def test_presets_keep_their_size(case):
     model = preset(case.id)
     assert KVShape.of(model, model.dtype).bytes_per_token == case.bytes_per_token
     assert model.num_params == case.num_params
@@ -176,7 +177,8 @@ def test_unknown_family_names_every_missing_field():
 
 
 BAD = (
-    [{key: value} for key in LLAMA if key != "model_type" for value in (0, -1, True, "8", 1.5, 1 << 70, [], {}, float("nan"))]
+    [{key: value} for key in LLAMA if key != "model_type"
+     for value in (0, -1, True, "8", 1.5, 1 << 70, [], {}, float("nan"))]
     + [{key: None} for key in ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")]
     + [
         {"model_type": 3}, {"model_type": ""}, {"num_key_value_heads": 3}, {"hidden_size": 257}, {"head_dim": 0},

@@ -3,8 +3,9 @@
 A *unit* is what a pool hands out: one block, or a group of consecutive blocks. Sequences share units by counting
 references; whoever wants to write into a shared unit gets a copy of it first.
 
-Theory. key of block i = SHA-256(key of block i-1, little-endian u32 token ids of block i). The first parent is a root made
-of everything KV depends on and of the tenant's salt, so equal keys mean equal tokens, model and tenant, all the way back.
+Theory. key of block i = SHA-256(key of block i-1, little-endian u32 token ids of block i). The first parent is a root
+made of everything KV depends on and of the tenant's salt, so equal keys mean equal tokens, model and tenant, all the
+way back.
 Source: block tables and copy-on-write, PagedAttention (arXiv:2309.06180).
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -33,14 +35,19 @@ def chain_keys(tokens: npt.ArrayLike, *, block_tokens: int, parent: bytes) -> Ke
     """Return one key for each full block of `tokens`; a rest that fills no block has none.
 
     Shapes: tokens [T]; returns [T // block_tokens].
-    Raises: ConfigError if a token is no integer of 0 to 2**32 - 1.
+    Raises: ConfigError if a token is no integer of 0 to 2**32 - 1, or block_tokens < 1.
     """
+    if block_tokens < 1:
+        raise ConfigError(f"blocks of {block_tokens} tokens: at least 1 is needed")
     ids = _token_ids(tokens)
-    size, sha256 = 4 * block_tokens, hashlib.sha256
-    raw = ids[: len(ids) // block_tokens * block_tokens].tobytes()
+    full = ids[: len(ids) // block_tokens * block_tokens].view(f"V{4 * block_tokens}")
+    begin = hashlib.sha256().copy  # cheaper than a new context, see benchmarks/prefix_hash.py
     keys, key = [], parent
-    for start in range(0, len(raw), size):
-        key = sha256(key + raw[start : start + size]).digest()
+    for block in full.tolist():
+        digest = begin()
+        digest.update(key)
+        digest.update(block)
+        key = digest.digest()
         keys.append(key)
     return np.frombuffer(b"".join(keys), KEY)
 
@@ -88,9 +95,8 @@ class PrefixIndex:
 
     def get(self, keys: KeyArray) -> tuple[Ids, Ids]:
         """Return for each key the unit and the tokens of it that end there, or -1 and -1."""
-        missing = (-1, -1)
-        get = self._found.get
-        found = np.array([get(key, missing) for key in keys.tolist()], np.int64).reshape(-1, 2)
+        entries = map(self._found.get, keys.tolist(), repeat((-1, -1)))
+        found = np.fromiter(chain.from_iterable(entries), np.int64).reshape(-1, 2)
         return found[:, 0], found[:, 1]
 
     def discard(self, unit: int) -> None:
@@ -135,6 +141,7 @@ class UnitPool:
 
     def take(self, num: int) -> Ids:
         """Return `num` units, held once; none at all if fewer are free: a full pool is a value."""
+        assert num >= 0, "a negative number of units was asked for"
         if num > self._num_free:
             return np.zeros(0, np.int64)
         units = self._free[self._num_free - num : self._num_free][::-1].copy()
@@ -157,6 +164,7 @@ class UnitPool:
         """Make idle units free."""
         assert not self._counts[units].any(), "a held unit cannot be recycled"
         assert not self._is_free[units].any(), "a unit was recycled twice"
+        assert len(np.unique(units)) == len(units), "a unit was recycled twice at once"
         self._is_free[units] = True
         self._free[self._num_free : self._num_free + len(units)] = units
         self._num_free += len(units)

@@ -136,7 +136,7 @@ def printable(text: str) -> str:
 
 def _table(title: str, *names: str, left: int = 1) -> Table:
     """An empty table whose first `left` columns hold words and the others numbers; it fits 80 columns."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for index, name in enumerate(names):
         table.add_column(name, justify="left" if index < left else "right", no_wrap=True)
     return table
@@ -162,8 +162,8 @@ def _sizes(report: SizeReport) -> Table:
 
 
 def _phases(report: SizeReport) -> Table:
-    title = "Work of the batch on the whole model, computed; FLOP a byte is an upper bound"
-    table = _table(title, "phase", "FLOP", "attention", "weights", "KV read", "KV written", "FLOP a byte")
+    title = "Work of the batch on the whole model, computed; FLOP/byte is an upper bound"
+    table = _table(title, "phase", "FLOP", "attention", "weights", "KV read", "KV written", "FLOP/byte")
     for name, phase in (("prefill", report.prefill), ("decode step", report.decode)):
         table.add_row(
             name,
@@ -203,9 +203,11 @@ def _allocators(report: SizeReport) -> Table:
 
 
 def _fragments(report: SizeReport) -> Table:
-    grouped = f"layer_major puts {report.group_blocks} blocks in a group"
-    title = f"Contiguous runs for one sequence; {grouped}; k: scattered blocks or tokens read"
-    table = _table(title, "layout", "access", "k", "run", "runs", "wanted", "amplified", left=2)
+    title = (
+        f"Contiguous runs of one sequence; layer_major groups {report.group_blocks} blocks\n"
+        "k: scattered blocks or tokens that are read; moved: bytes for a byte wanted"
+    )
+    table = _table(title, "layout", "access", "k", "run", "runs", "wanted", "moved", left=2)
     for row in report.fragments:
         found = row.found
         table.add_row(
@@ -215,7 +217,7 @@ def _fragments(report: SizeReport) -> Table:
             format_bytes(found.fragment_bytes),
             f"{found.num_fragments:,}",
             format_bytes(found.wanted_bytes),
-            f"{found.amplification:.4g} x",
+            f"{found.amplification:.4g}x",
             end_section=row.access.value == "read_head_tokens",
         )
     return table

@@ -53,14 +53,18 @@ class ContiguousAllocator:
         return True
 
     def grow(self, sequence_id: int, max_tokens: int) -> int | None:
-        """Move a sequence to a longer reservation; return the tokens copied, None if there is no room."""
+        """Give a sequence a longer reservation; return the tokens copied, None if there is no room.
+
+        It stays where it is if what follows is free; otherwise it moves, with its tokens, to the first run that fits.
+        """
         used, old = self._used[sequence_id], self._runs.pop(sequence_id)
-        first = next((start for start, length in self._free_runs() if length >= max_tokens), None)
-        if first is None or max_tokens < used:
+        fits = [(start, start + length) for start, length in self._free_runs() if length >= max_tokens]
+        if not fits or max_tokens < max(used, 1):
             self._runs[sequence_id] = old
             return None
-        self._runs[sequence_id] = (first, max_tokens)
-        return 0 if first == old[0] else used
+        stays = any(start <= old[0] and old[0] + max_tokens <= end for start, end in fits)
+        self._runs[sequence_id] = (old[0] if stays else fits[0][0], max_tokens)
+        return 0 if stays else used
 
     def free(self, sequence_id: int) -> None:
         """Give a reservation back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -92,6 +93,10 @@ def op(fd: int, kind: int, offset: int, buffer: np.ndarray, tag: int = 7) -> np.
     return np.array([(fd, kind, offset, address_of(buffer), buffer.nbytes, 0, tag)], OP)
 
 
+def num_fds() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def pattern(num_bytes: int, seed: int = 1) -> bytes:
     return np.random.default_rng(seed).bytes(num_bytes)
 
@@ -116,7 +121,7 @@ def mixed_reads(fd: int, source: bytes, arena: np.ndarray, num: int, seed: int) 
         start = index * room
         cuts = np.sort(rng.integers(0, length + 1, int(rng.integers(0, 4))))
         edges = [0, *cuts.tolist(), length]
-        places = [(start + a, b - a) for a, b in zip(edges[:-1], edges[1:], strict=True)][::-1]
+        places = [(start + a, b - a) for a, b in itertools.pairwise(edges)][::-1]
         if len(places) == 1:
             ops[index] = (fd, READ, offset, address_of(arena) + start, length, 0, 1000 + index)
         else:
@@ -296,7 +301,7 @@ def test_a_batch_may_be_strided_and_forgotten(world: World, engine: Engine) -> N
 
 def test_close_waits_is_idempotent_and_leaks_nothing(world: World) -> None:
     world.engine().close()
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_fds()
     for _ in range(3):
         engine = world.engine(depth_max=4)
         fd = world.open(bytes(100 * 512))
@@ -312,7 +317,7 @@ def test_close_waits_is_idempotent_and_leaks_nothing(world: World) -> None:
         world.close(fd)
         with pytest.raises(ConfigError, match="closed"):
             engine.submit(ops)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_fds() == before
 
 
 @pytest.mark.parametrize("depth_max", [0, -1, 1 << 20])

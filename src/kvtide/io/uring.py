@@ -21,7 +21,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -45,6 +45,7 @@ UNKNOWN = np.uint64(3)
 FEW_NUM = 4  # up to here one struct.pack an operation beats the numpy calls of a batch: 2.5 us each against 14 us
 RETRIES_MAX = 64  # of one operation the kernel keeps answering EAGAIN to, for instance on a non-blocking pipe
 REFILL_PARTS = 8  # with operations queued, wait for an eighth of the depth: fewer calls, depth stays over 7/8
+UNHOPED = -(1 << 62)  # no result equals it
 PAUSE_S = 0.001  # before asking again a kernel that has no memory and nothing of ours in flight
 TABLE_ENTRIES = 64  # registered buffers, each at most 1 GiB (io_uring_register(2))
 FIXED_BYTES_MAX = 1 << 30
@@ -54,6 +55,15 @@ _SQE_ROW = struct.Struct("<BBHiQQIIQQ")
 _DONE_ROW = struct.Struct("<QQiIqq")
 _CQE_ROW = struct.Struct("<qi")
 _LONG = struct.Struct("<q")
+
+
+@dataclass(slots=True)
+class _Odd:
+    """What only an operation needs that did not go through at once."""
+
+    want_bytes: int
+    tries: int = 0
+    vectors: Words | None = None  # the remainder the kernel reads, kept alive here
 
 
 class UringEngine:
@@ -83,8 +93,7 @@ class UringEngine:
         self._free_raw = self._free.data
         self._want = np.zeros(depth_max, np.int64)  # bytes an operation in flight still has to move
         self._want_raw = self._want.data
-        self._retries: dict[int, int] = {}
-        self._remainders: dict[int, npt.NDArray[np.uint64]] = {}  # vectors of operations continued in the middle
+        self._odd: dict[int, _Odd] = {}  # operations in flight again after a result that was not hoped for
         self._queue: deque[Words] = deque()  # operations beyond the depth
         self._queue_first = 0  # row of the first batch in the queue that has not started
         self._queued_num = 0
@@ -163,9 +172,7 @@ class UringEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check_open(self) -> None:
@@ -345,43 +352,40 @@ class UringEngine:
     def _settle(self, slot: int, result: int) -> bool:
         """Judge a result other than the one hoped for; return whether the operation is finished.
 
-        An unfinished one is put back into the ring, shifted by what has moved.
+        An unfinished one is put back into the ring, shifted by what has moved, and none of its results is hoped for.
         """
         entry = self._ring.sqes[slot]
-        want = int(self._want[slot])
-        if result > 0:
-            self._want[slot] = want - result
-            self._shift(slot, entry, result)
+        odd = self._odd.pop(slot, None) or _Odd(int(self._want[slot]))
+        refused = result in {-errno.EAGAIN, -errno.EINTR}
+        odd.want_bytes -= max(result, 0)
+        odd.tries += refused
+        if (result > 0 and odd.want_bytes > 0) or (refused and odd.tries <= RETRIES_MAX):
+            if result > 0:
+                _shift(entry, result, odd)
+            self._odd[slot] = odd
+            self._want[slot] = UNHOPED
             self._put(slot)
             return False
-        if result in {-errno.EAGAIN, -errno.EINTR}:
-            tries = self._retries.get(slot, 0)
-            self._retries[slot] = tries + 1
-            if tries < RETRIES_MAX:
-                self._put(slot)
-                return False
-        self._retries.pop(slot, None)
-        self._remainders.pop(slot, None)
-        moved = int(self._done["length"][slot]) - want
+        moved = int(self._done["length"][slot]) - odd.want_bytes
         reading = int(entry[0]) & 0xFF in {1, 4, 22}
         # A direct read that meets an unaligned end of file stops there; its remainder is then refused as unaligned.
         at_end = reading and moved > 0 and result == -errno.EINVAL
         self._done["length"][slot] = moved
-        self._done["error"][slot] = 0 if at_end else -result
+        self._done["error"][slot] = 0 if at_end else max(-result, 0)
         return True
 
-    def _shift(self, slot: int, entry: Words, moved: int) -> None:
-        """Let `entry` begin `moved` bytes later, in the file and in memory."""
-        opcode, size = int(entry[0]) & 0xFF, int(entry[3])
-        entry[1] += np.uint64(moved)
-        if opcode not in {1, 2}:
-            entry[2] += np.uint64(moved)
-            entry[3] = size - moved
-            return
-        rest = remaining_vectors(read_vectors(int(entry[2]), size), moved)
-        self._remainders[slot] = rest
-        entry[2] = address_of(rest)
-        entry[3] = len(rest)
+
+def _shift(entry: Words, moved: int, odd: _Odd) -> None:
+    """Let `entry` begin `moved` bytes later, in the file and in memory."""
+    opcode, size = int(entry[0]) & 0xFF, int(entry[3])
+    entry[1] += np.uint64(moved)
+    if opcode not in {1, 2}:
+        entry[2] += np.uint64(moved)
+        entry[3] = size - moved
+        return
+    odd.vectors = remaining_vectors(read_vectors(int(entry[2]), size), moved)
+    entry[2] = address_of(odd.vectors)
+    entry[3] = len(odd.vectors)
 
 
 def _start_special(entries: Words, kinds: Words, vectors: Words, lengths: Words) -> None:

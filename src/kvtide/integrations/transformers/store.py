@@ -1,0 +1,252 @@
+"""A model's KV store: opens the tiers for it, and runs prompts on them. The face of this integration.
+
+    with KvStore.open(loaded, StoreOptions(...)) as store:
+        session = store.session(token_ids)       # what is kept of them is not computed again
+        output = session.generate(max_new_tokens=64)
+
+Plain `model.generate(ids, cache=session.kv)` works too while the store is open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from kvtide.cache import CacheOptions, CpuArena, LostKv, TieredCache
+from kvtide.cache.windows import DeviceArena
+from kvtide.errors import ConfigError, UnsupportedError
+from kvtide.integrations.transformers.kvcache import TieredKv
+from kvtide.integrations.transformers.models import LoadedModel
+from kvtide.spec import Identity, KVShape, SlotLayout, auto_group_blocks
+from kvtide.tiers.namespace import OpenNamespace, open_namespace
+from kvtide.trace.record import Recorder
+
+KNEE_BYTES = 128 << 10  # where the drives measured in benchmarks/group_size stop gaining from larger reads
+PREFILL_TOKENS = 512  # a step of prefill: enough for full matrix speed on a CPU, few enough for small budgets
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """Budgets and places. `directory` None or `disk_bytes` 0 means no file tier.
+
+    Changes which KV may be reused: block_tokens, group_blocks, adapter. All else changes speed and room.
+    """
+
+    device_bytes: int
+    dram_bytes: int
+    disk_bytes: int = 0
+    directory: Path | None = None
+    block_tokens: int = 16
+    group_blocks: int | None = None  # None: the smallest whose fragments reach the drive's knee
+    adapter: str = ""
+    engine: str = "auto"
+    write_policy: Literal["through", "back"] = "through"
+    is_prefetching: bool = True
+
+
+class KvStore:
+    """Tiers opened for one model.
+
+    Threads: the thread that runs the model.
+    """
+
+    def __init__(self, loaded: LoadedModel, options: StoreOptions, *, recorder: Recorder | None = None) -> None:
+        self.loaded, self.options = loaded, options
+        shape = KVShape.of(_as_kept_by_transformers(loaded), loaded.dtype)
+        group = options.group_blocks or auto_group_blocks(shape, options.block_tokens, KNEE_BYTES)
+        self.layout = SlotLayout(shape, options.block_tokens, group)
+        self.identity = Identity.of(
+            loaded.spec,
+            shape,
+            block_tokens=options.block_tokens,
+            group_blocks=group,
+            weights_digest=loaded.weights_digest,
+            tokenizer_digest=loaded.tokenizer_digest,
+            revision=loaded.revision,
+            adapter=options.adapter,
+        )
+        self._arena, self._tensor = _device_memory(options.device_bytes, loaded.model.device)
+        self.namespace: OpenNamespace | None = None
+        if options.directory is not None and options.disk_bytes:
+            self.namespace = open_namespace(
+                options.directory,
+                self.identity,
+                self.layout,
+                capacity_bytes=options.disk_bytes,
+                engine=options.engine,
+                recorder=recorder,
+            )
+        try:
+            self.cache = TieredCache(
+                self.layout,
+                self.identity.digest(),
+                self._arena,
+                CacheOptions(
+                    dram_bytes=options.dram_bytes,
+                    write_policy=options.write_policy,
+                    is_prefetching=options.is_prefetching,
+                ),
+                tier=self.namespace.tier if self.namespace else None,
+                recorder=recorder,
+            )
+        except BaseException:
+            if self.namespace:
+                self.namespace.close()
+            raise
+        self._hook = loaded.model.register_forward_pre_hook(_tell_tokens, with_kwargs=True)
+
+    def session(self, tokens: list[int], *, salt: str = "") -> Session:
+        """Start from `tokens`; what is kept of them is not computed again.
+
+        Raises: ConfigError for an empty prompt or one longer than the model's positions.
+        """
+        if not tokens:
+            raise ConfigError("the prompt is empty: at least one token is needed")
+        if len(tokens) > self.loaded.max_positions:
+            raise ConfigError(
+                f"the prompt has {len(tokens)} tokens, the model {self.loaded.max_positions} positions: "
+                f"shorten the document, or type --model with one for longer contexts"
+            )
+        sequence = self.cache.open(tokens, salt=salt)
+        kv = TieredKv(self.cache, sequence, self._tensor, self.loaded.torch_dtype)
+        return Session(self, kv, list(tokens))
+
+    def close(self) -> None:
+        """Store what the file tier lacks and give everything back. Idempotent."""
+        self._hook.remove()
+        try:
+            self.cache.close()
+        finally:
+            if self.namespace is not None:
+                self.namespace.close()
+
+    def __enter__(self) -> KvStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Session:
+    """One prompt and what follows from it."""
+
+    def __init__(self, store: KvStore, kv: TieredKv, tokens: list[int]) -> None:
+        self.kv, self.tokens = kv, tokens
+        self.matched = kv.sequences[0].matched
+        self.num_lost = 0
+        self._store = store
+
+    def prefill(self, on_progress: Callable[[int, int], None] | None = None, *, reserve_tokens: int = 0) -> None:
+        """Compute what is not kept of the prompt, all but its last step, which `generate` runs.
+
+        `reserve_tokens` is how many more will come: the device budget is cut for all of them at once.
+        """
+        self.kv.capacity_hint = len(self.tokens) + reserve_tokens
+        while True:
+            start = self.kv.num_tokens
+            if on_progress is not None:
+                on_progress(start, len(self.tokens))
+            end = next_prefill_end(start, len(self.tokens))
+            if end >= len(self.tokens):
+                return
+            self._recovering(lambda start=start, end=end: self._forward(start, end))
+
+    def generate(self, *, max_new_tokens: int, **options: Any) -> Any:
+        """Run `model.generate` on the prompt; its output, whose sequences begin with the prompt.
+
+        KV that turns out unreadable on the way is computed again. Options go to `generate` as they are.
+        """
+        ids = self._ids(0, len(self.tokens))
+        options = {"pad_token_id": _pad_id(self._store.loaded)} | options
+        before = len(self.tokens)
+        while True:
+            try:
+                return self._store.loaded.model.generate(ids, cache=self.kv, max_new_tokens=max_new_tokens, **options)
+            except LostKv:
+                self._heal()
+                self.kv.sequences = self.kv.sequences[:1]
+                assert len(self.tokens) == before
+                self.prefill()
+
+    def fork(self) -> Session:
+        """Return a second session that continues from the same tokens."""
+        child = Session(self._store, self.kv.fork(), list(self.tokens))
+        child.matched = self.matched
+        return child
+
+    def release(self) -> None:
+        """End the session; what it computed stays for others. Idempotent."""
+        self.kv.release()
+
+    def _ids(self, start: int, end: int) -> torch.Tensor:
+        return torch.tensor([self.tokens[start:end]], device=self._store.loaded.model.device)
+
+    @torch.inference_mode()
+    def _forward(self, start: int, end: int) -> None:
+        ids = self._ids(start, end)
+        self._store.loaded.model(input_ids=ids, cache=self.kv, use_cache=True, logits_to_keep=1)
+
+    def _recovering(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except LostKv:
+            self._heal()
+
+    def _heal(self) -> None:
+        self.num_lost += 1
+        for sequence in self.kv.sequences[1:]:
+            self._store.cache.release(sequence)
+        sequence = self.kv.sequences[0]
+        num_left = self._store.cache.heal(sequence)
+        if num_left >= len(self.tokens):
+            self._store.cache.truncate(sequence, len(self.tokens) - 1)
+
+
+def next_prefill_end(start: int, num_tokens: int) -> int:
+    """Return where the prefill step that begins at `start` ends: at a multiple of PREFILL_TOKENS, or at the end.
+
+    Fixed places make the same tokens run through the same steps, whatever was kept of them before.
+    """
+    return min((start // PREFILL_TOKENS + 1) * PREFILL_TOKENS, num_tokens)
+
+
+def _tell_tokens(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+    kv, ids = kwargs.get("cache", kwargs.get("past_key_values")), kwargs.get("input_ids")
+    if isinstance(kv, TieredKv) and ids is not None:
+        kv.expect(ids)
+
+
+def _as_kept_by_transformers(loaded: LoadedModel) -> Any:
+    if any(layer.kind in {"none", "mla"} for layer in loaded.spec.layers):
+        raise UnsupportedError(
+            f"{loaded.name} has layers whose state transformers does not keep as plain K and V; "
+            f"models with full or sliding attention in every layer are supported"
+        )
+    return loaded.spec
+
+
+def _device_memory(num_bytes: int, device: torch.device) -> tuple[DeviceArena, torch.Tensor]:
+    if device.type == "cuda":
+        from kvtide.tiers.cuda import CudaArena
+
+        arena = CudaArena(num_bytes, str(device))
+        return arena, arena.tensor
+    if device.type != "cpu":
+        raise UnsupportedError(f"the model is on {device.type}; kvtide keeps KV for cpu and cuda")
+    cpu = CpuArena(num_bytes // 64 * 64)
+    return cpu, torch.from_numpy(cpu.buffer)
+
+
+def _pad_id(loaded: LoadedModel) -> int:
+    for source in (loaded.tokenizer.pad_token_id, loaded.tokenizer.eos_token_id):
+        if source is not None:
+            return int(np.atleast_1d(source)[0])
+    return 0
