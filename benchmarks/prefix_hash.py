@@ -1,7 +1,8 @@
 """What does it cost to find the kept prefix of a long prompt: hashing its blocks, then looking their keys up?
 
-Baselines, in the same run and in turn with ours: the scheme of vLLM (SHA-256 of a pickled tuple of the parent's
-hash, the block's token ids and its extra keys), written here in our own words on its kind of input, a list; and the plain loop over slices of an array. All three chain SHA-256 over every token, so their work is comparable.
+Baselines, in the same run and in turn with ours: the scheme of vLLM (SHA-256 of a pickled tuple of the parent's hash,
+the block's token ids and its extra keys), written here in our own words on its kind of input, a list; and the plain
+loop over slices of an array. All three chain SHA-256 over every token, so their work is comparable.
 """
 
 from __future__ import annotations

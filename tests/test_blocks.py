@@ -96,6 +96,11 @@ def test_a_key_may_end_in_zero_bytes():
     assert index.get(cut)[0].tolist() == [-1]
 
 
+def test_digest_and_salt_cannot_be_cut_elsewhere():
+    with pytest.raises(AssertionError, match="SHA-256"):
+        chain_root(bytes(31), "a")
+
+
 @given(TOKENS)
 @settings(deadline=None)
 def test_partial_keys_are_those_of_shorter_blocks(tokens):
@@ -145,11 +150,23 @@ def test_a_duplicate_takes_over_when_the_first_is_discarded():
     assert [found.tolist() for found in index.get(keys)] == [[2, 5], [4, 16]]
     index.discard(5)
     assert [found.tolist() for found in index.get(keys)] == [[2, -1], [4, -1]]
+    index.add(keys[:1], unit=2, tokens=ids(4))  # said twice, noted once
+    assert index._keys_of == {2: keys[:1].tolist()}
     index.discard(5)  # an unknown unit is no error
     index.discard(2)
     assert len(index) == 0
     assert not index._others
     assert not index._keys_of
+
+
+def test_units_and_tokens_of_any_size_come_back():
+    keys = key_array(NAMES[:2])
+    index = PrefixIndex()
+    index.add(keys[:1], unit=0, tokens=ids(2**31 - 1).astype(np.int32))
+    index.add(keys[1:], unit=2**31 - 1, tokens=ids(0))
+    units, tokens = index.get(keys)
+    assert (units.dtype, tokens.dtype) == (np.int64, np.int32)
+    assert (units.tolist(), tokens.tolist()) == ([0, 2**31 - 1], [2**31 - 1, 0])
 
 
 def test_an_empty_question_has_an_empty_answer():
@@ -215,7 +232,9 @@ def test_one_call_may_name_a_unit_twice():
     unit = pool.take(1)
     twice = np.repeat(unit, 2)
     pool.share(twice)
-    assert pool.counts()[unit].tolist() == [3]
+    assert pool.counts()[unit].tolist() == pool.count(unit).tolist() == [3]
+    with pytest.raises(ValueError, match="read-only"):
+        pool.counts()[unit] = 0
     assert pool.release(twice).tolist() == []
     assert pool.release(unit).tolist() == unit.tolist()
 
@@ -316,6 +335,8 @@ def test_truncating_gives_back_what_no_other_table_holds():
     assert (fork.units, fork.num_tokens, pool.num_idle) == ([], 0, 3)
     with pytest.raises(AssertionError, match="not grown by truncating"):
         fork.truncate(pool, 1)
+    with pytest.raises(AssertionError, match="not truncated by appending"):
+        fork.append(pool, -1)
 
 
 def test_a_table_has_as_many_units_as_its_tokens_need():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,11 @@ Ids = npt.NDArray[np.int64]
 
 
 def chain_root(identity_digest: bytes, salt: str = "") -> bytes:
-    """Return the parent of every first block: 32 bytes of identity and tenant salt."""
+    """Return the parent of every first block: 32 bytes of identity and tenant salt.
+
+    The digest has a fixed length, so digest and salt cannot be cut elsewhere into another pair.
+    """
+    assert len(identity_digest) == KEY.itemsize, "an identity is known by its SHA-256"
     return hashlib.sha256(b"kvtide chain 1\0" + identity_digest + salt.encode()).digest()
 
 
@@ -74,37 +78,46 @@ def _token_ids(tokens: npt.ArrayLike) -> npt.NDArray[np.uint32]:
 
 
 class PrefixIndex:
-    """Finds the unit that holds a block by the block's key. Of several with one key the earliest is found."""
+    """Finds the unit that holds a block by the block's key. Of several with one key the earliest is found.
+
+    An entry is one integer, unit << 32 | tokens, so a look-up of many keys is one pass in C.
+    """
 
     def __init__(self) -> None:
-        self._found: dict[bytes, tuple[int, int]] = {}
-        self._others: dict[bytes, list[tuple[int, int]]] = {}
+        self._found: dict[bytes, int] = {}
+        self._others: dict[bytes, list[int]] = {}  # of later units
         self._keys_of: dict[int, list[bytes]] = {}
 
     def __len__(self) -> int:
         return len(self._found)
 
     def add(self, keys: KeyArray, *, unit: int, tokens: Ids) -> None:
-        """Note that `unit` holds the blocks with `keys`; `tokens[i]` of its tokens end with block i."""
-        names = keys.tolist()
-        self._keys_of.setdefault(unit, []).extend(names)
-        for key, num_tokens in zip(names, tokens.tolist(), strict=True):
-            entry = (unit, num_tokens)
-            if self._found.setdefault(key, entry) != entry:
-                self._others.setdefault(key, []).append(entry)
+        """Note that `unit` holds the blocks with `keys`; `tokens[i]` of its tokens end with block i.
 
-    def get(self, keys: KeyArray) -> tuple[Ids, Ids]:
+        A key that `unit` has already stays as it was.
+        """
+        own = self._keys_of.setdefault(unit, [])
+        for key, entry in zip(keys.tolist(), (tokens.astype(np.int64) | unit << 32).tolist(), strict=True):
+            first = self._found.get(key)
+            if first is None:
+                self._found[key] = entry
+            elif first >> 32 == unit or any(other >> 32 == unit for other in self._others.get(key, ())):
+                continue
+            else:
+                self._others.setdefault(key, []).append(entry)
+            own.append(key)
+
+    def get(self, keys: KeyArray) -> tuple[Ids, npt.NDArray[np.int32]]:
         """Return for each key the unit and the tokens of it that end there, or -1 and -1."""
-        entries = map(self._found.get, keys.tolist(), repeat((-1, -1)))
-        found = np.fromiter(chain.from_iterable(entries), np.int64).reshape(-1, 2)
-        return found[:, 0], found[:, 1]
+        entries = np.fromiter(map(self._found.get, keys.tolist(), repeat(-1)), np.int64, len(keys))
+        return entries >> 32, entries.astype(np.int32)  # the cast keeps the low half
 
     def discard(self, unit: int) -> None:
         """Forget `unit`; another unit with the same block takes its place."""
         for key in self._keys_of.pop(unit, ()):
-            others = [entry for entry in self._others.pop(key, ()) if entry[0] != unit]
-            if self._found.get(key, (unit, 0))[0] == unit:
-                self._found.pop(key, None)
+            others = [entry for entry in self._others.pop(key, ()) if entry >> 32 != unit]
+            if self._found[key] >> 32 == unit:
+                del self._found[key]
                 if others:
                     self._found[key] = others.pop(0)
             if others:
@@ -112,7 +125,11 @@ class PrefixIndex:
 
 
 class UnitPool:
-    """Reference-counted units: free, held by sequences, or idle (held by none, content kept)."""
+    """Reference-counted units: free, held by sequences, or idle (held by none, content kept).
+
+    A unit goes free -> held (take) -> idle (release) -> held again (share, revive) or free (recycle). One array may
+    name a unit several times to share or release it as often.
+    """
 
     def __init__(self, num_units: int) -> None:
         self._counts = np.zeros(num_units, np.int64)
@@ -136,8 +153,14 @@ class UnitPool:
         return len(self._counts) - self.num_free - self.num_held
 
     def counts(self) -> Ids:
-        """Return the references to every unit. Shapes: [num_units]."""
-        return self._counts
+        """Return the references to every unit, live and read-only. Shapes: [num_units]."""
+        view = self._counts.view()
+        view.flags.writeable = False
+        return view
+
+    def count(self, units: Ids) -> Ids:
+        """Return the references to each of `units`."""
+        return self._counts[units]
 
     def take(self, num: int) -> Ids:
         """Return `num` units, held once; none at all if fewer are free: a full pool is a value."""
@@ -153,6 +176,10 @@ class UnitPool:
         """Hold units once more each, idle ones too."""
         assert not self._is_free[units].any(), "a free unit has nothing to share"
         np.add.at(self._counts, units, 1)
+
+    def revive(self, units: Ids) -> None:
+        """Hold the units a prefix was found in, of which some may be idle: `share` by what it means there."""
+        self.share(units)
 
     def release(self, units: Ids) -> Ids:
         """Hold units once less each; return those that became idle."""
@@ -174,6 +201,8 @@ class UnitPool:
 class Grown:
     """What an append did. `copy` is (source unit, target unit, tokens to copy) where a shared tail had to be split.
 
+    Copy before you write: the first span begins right behind what is copied. The target is not in `new_units`.
+
     Shapes: new_units [n]; spans [m, 3] (unit, first token in it, end) of the appended tokens.
     """
 
@@ -194,6 +223,7 @@ class BlockTable:
 
         The tail unit is filled in place if this table alone holds it; otherwise it is replaced by a copy.
         """
+        assert num_tokens >= 0, "a table is not truncated by appending"
         filled = self.num_tokens % self.unit_tokens
         is_shared = bool(filled and num_tokens) and int(pool.counts()[self.units[-1]]) > 1
         num_units = -(-(self.num_tokens + num_tokens) // self.unit_tokens)
@@ -213,10 +243,11 @@ class BlockTable:
         return Grown(copy, taken, self._spans(first, end))
 
     def _spans(self, first: int, end: int) -> Ids:
-        indexes = np.arange(first // self.unit_tokens, -(-end // self.unit_tokens)) if end > first else np.zeros(0, int)
-        starts = np.maximum(first - indexes * self.unit_tokens, 0)
-        ends = np.minimum(end - indexes * self.unit_tokens, self.unit_tokens)
-        return np.column_stack([np.array(self.units, np.int64)[indexes], starts, ends]).astype(np.int64)
+        low = first // self.unit_tokens
+        units = np.array(self.units[low:] if end > first else (), np.int64)  # not all: decode appends one token a time
+        begins = (low + np.arange(len(units))) * self.unit_tokens
+        starts, ends = np.maximum(first - begins, 0), np.minimum(end - begins, self.unit_tokens)
+        return np.column_stack([units, starts, ends])
 
     def fork(self, pool: UnitPool) -> BlockTable:
         """Return a table that shares every unit."""

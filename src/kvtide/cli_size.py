@@ -14,7 +14,7 @@ from rich.text import Text
 from kvtide.modelfiles import load_model
 from kvtide.sizing import FragmentRow, Phase, Reservation, SizeReport, size_report
 from kvtide.spec import Dtype
-from kvtide.units import format_bytes
+from kvtide.units import format_bytes, printable
 
 DEFAULT_TOKENS = 4096
 SIZE_EXAMPLE = "Example: kvtide size llama-3-70b --tokens 32000 --batch 32"
@@ -127,11 +127,6 @@ def print_report(report: SizeReport, console: Console) -> None:
     console.print(_phases(report))
     console.print(_allocators(report))
     console.print(_fragments(report))
-
-
-def printable(text: str) -> str:
-    """`text` without line breaks, escape codes and bytes that are no text: names come from files."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _table(title: str, *names: str, left: int = 1) -> Table:

@@ -23,7 +23,7 @@ class Evictor(Protocol):
         """Note that `ids` came in."""
 
     def touch(self, ids: Ids) -> None:
-        """Note that `ids`, which are in, were used."""
+        """Note that `ids` were used; those that are not in stay out."""
 
     def forget(self, ids: Ids) -> None:
         """Note that `ids` left."""
@@ -40,15 +40,19 @@ class Lru:
         self._now = 0
 
     def admit(self, ids: Ids) -> None:
+        """Let `ids` go last."""
         self._stamp(ids)
 
     def touch(self, ids: Ids) -> None:
-        self._stamp(ids)
+        """Let those of `ids` that are in go last."""
+        self._stamp(ids[self._stamps[ids] != _ABSENT])
 
     def forget(self, ids: Ids) -> None:
+        """Take the stamps of `ids` away."""
         self._stamps[ids] = _ABSENT
 
     def victims(self, num: int, evictable: npt.NDArray[np.bool_]) -> Ids:
+        """Return the lowest stamps in order; only as many as asked for are sorted."""
         ids = np.flatnonzero(evictable & (self._stamps != _ABSENT))
         stamps = self._stamps[ids]
         if 0 < num < len(ids):
@@ -81,6 +85,7 @@ class Lip(Lru):
         self._low = -1
 
     def admit(self, ids: Ids) -> None:
+        """Let `ids` go first."""
         self._stamps[ids] = self._low - np.arange(len(ids))
         self._low -= len(ids)
 

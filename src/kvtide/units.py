@@ -73,3 +73,11 @@ def format_ns(ns: float) -> str:
 def _short(value: float) -> str:
     text = f"{value:.2f}"
     return text.rstrip("0").rstrip(".")
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """`text` without line breaks, escape codes and bytes that are no text, but for those in `keep`.
+
+    Names come from files and answers from models; neither may steer a terminal.
+    """
+    return "".join(letter if letter.isprintable() or letter in keep else "?" for letter in text)

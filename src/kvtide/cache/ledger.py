@@ -38,7 +38,7 @@ class Ledger:
         self.block_keys = np.zeros((num_units, group), KEY)
         self.stored_key = np.zeros(num_units, KEY)
         self.stored_tokens = np.zeros(num_units, np.int64)  # 0: the tier below has nothing of it
-        self.is_open = np.zeros(num_units, np.bool_)
+        self.opener = np.full(num_units, -1, np.int64)  # the sequence that appends to it; -1: none
         self.is_busy = np.zeros(num_units, np.bool_)
         self.was_refused = np.zeros(num_units, np.bool_)  # the tier below did not take it
         self.frames = np.full((num_units, num_layers), -1, np.int64)
@@ -48,6 +48,12 @@ class Ledger:
         self.frame_layer = np.zeros(num_frames, np.int64)
         self.pins = np.zeros(num_frames, np.int32)
         self._next_uid = 0
+        self._holders: dict[bytes, set[int]] = {}  # units whose copy below is the group with this key
+
+    @property
+    def is_open(self) -> npt.NDArray[np.bool_]:
+        """Which units a sequence appends to. Shapes: [num_units]."""
+        return self.opener >= 0
 
     # Units
 
@@ -56,33 +62,28 @@ class Ledger:
         self.uid[units] = np.arange(self._next_uid, self._next_uid + len(units))
         self._next_uid += len(units)
         self.num_tokens[units] = self.num_blocks[units] = self.stored_tokens[units] = 0
-        self.is_open[units] = self.is_busy[units] = self.was_refused[units] = False
+        self.is_busy[units] = self.was_refused[units] = False
+        self.opener[units] = -1
         self.recency.admit(units)
 
-    def renew(self, unit: int) -> None:
-        """Give `unit` a new uid: its content will differ from what copies of it hold."""
-        self.uid[unit] = self._next_uid
-        self._next_uid += 1
-
-    def dispose(self, units: Ids) -> None:
-        """End the life of idle units: index entries, frames, and the id go back."""
+    def dispose(self, units: Ids) -> KeyArray:
+        """End the life of idle units; return the keys of what the tier below now holds for nobody."""
         for unit in units.tolist():
             self.index.discard(unit)
         self.free_frames(self.frames[units].ravel())
         self.recency.forget(units)
         self.uid[units] = -1
-        self.stored_tokens[units] = 0
         self.pool.recycle(units)
+        return _as_keys(self._unlink(units))
 
     def adopt(self, records: GroupRecords) -> None:
         """Make idle units of what the tier below already holds, oldest first. There is room for all of them."""
         units = self.pool.take(len(records))
         assert len(units) == len(records), "fewer units than slots"
         self.begin(units)
-        self.key[units] = self.stored_key[units] = records.keys
-        self.parent[units], self.block_keys[units] = records.parents, records.block_keys
-        self.num_tokens[units] = self.stored_tokens[units] = records.num_tokens
-        self.num_blocks[units] = records.num_blocks
+        self.key[units], self.parent[units], self.block_keys[units] = records.keys, records.parents, records.block_keys
+        self.num_tokens[units], self.num_blocks[units] = records.num_tokens, records.num_blocks
+        self.note_stored(units)
         for unit in units.tolist():
             self.register(unit, 0)
         self.pool.release(units)
@@ -112,7 +113,7 @@ class Ledger:
     def is_clean(self, units: Ids | slice = slice(None)) -> npt.NDArray[np.bool_]:
         """Say which units the tier below holds to their last token."""
         stored = self.stored_tokens[units]
-        return (stored > 0) & (stored == self.num_tokens[units]) & ~self.is_open[units]
+        return (stored > 0) & (stored == self.num_tokens[units]) & (self.opener[units] < 0)
 
     def is_resident(self, units: Ids | slice = slice(None)) -> npt.NDArray[np.bool_]:
         """Say which units have every fragment in DRAM."""
@@ -127,14 +128,53 @@ class Ledger:
     def disposable(self) -> npt.NDArray[np.bool_]:
         """Say which units no sequence holds and no job uses."""
         pinned = np.zeros(len(self.uid), np.bool_)
-        pinned[self.frame_unit[self.pins > 0]] = True
+        owners = self.frame_unit[self.pins > 0]
+        pinned[owners[owners >= 0]] = True
         return (self.uid >= 0) & (self.pool.counts() == 0) & ~self.is_busy & ~pinned
 
-    def lose(self, units: Ids) -> None:
-        """Note that what the tier below had of `units` is gone; no prefix may find them any more."""
-        self.stored_tokens[units] = 0
-        for unit in units.tolist():
+    # What the tier below holds. Units with one key share one group there.
+
+    def note_stored(self, units: Ids) -> KeyArray:
+        """Note that the tier below holds `units` as they are now; return the keys it now holds for nobody."""
+        old = self._unlink(units)
+        self.stored_key[units], self.stored_tokens[units] = self.key[units], self.num_tokens[units]
+        for unit, key in zip(units.tolist(), self.key[units].tolist(), strict=True):
+            self._holders.setdefault(key, set()).add(unit)
+        return _as_keys([key for key in old if key not in self._holders])
+
+    def is_known(self, units: Ids) -> npt.NDArray[np.bool_]:
+        """Say for which of `units` the tier below holds an equal group already, stored for another unit."""
+        return np.array([key in self._holders for key in self.key[units].tolist()], np.bool_)
+
+    def lose(self, units: Ids) -> KeyArray:
+        """Note that the copies of `units` below are gone, for all who share them; return their keys.
+
+        What is not whole in DRAM is of no use any more: no prefix may find it, and its frames go back.
+        """
+        if not len(units):
+            return _as_keys([])
+        stored = units[self.stored_tokens[units] > 0]
+        shared = [self._holders[key] for key in self.stored_key[stored].tolist()]
+        everyone = np.array(sorted(set(units.tolist()).union(*shared)), np.int64)
+        keys = self._unlink(everyone)
+        broken = everyone[~self.is_resident(everyone)]
+        for unit in broken.tolist():
             self.index.discard(unit)
+        frames = self.frames[broken].ravel()
+        self.free_frames(frames[(frames >= 0) & (self.pins[frames] == 0)])
+        self.was_refused[:] = False
+        return _as_keys(keys)
+
+    def _unlink(self, units: Ids) -> list[bytes]:
+        gone = []
+        for unit in units[self.stored_tokens[units] > 0].tolist():
+            key = self.stored_key[unit].tobytes()
+            self._holders[key].discard(unit)
+            if not self._holders[key]:
+                del self._holders[key]
+                gone.append(key)
+        self.stored_tokens[units] = 0
+        return gone
 
     def reached(self, units: Ids | Seq[int]) -> None:
         """Note a use of a prefix: earlier units count as used later, since the later ones are of no use without."""
@@ -156,6 +196,15 @@ class Ledger:
         self.frame_evictor.forget(frames)
         self.frame_pool.give(frames)
 
+    def fits(self, num_frames: int, tail: int, *, reserve: int) -> bool:
+        """Say whether `num_frames` new fragments may come beside those that cannot go, and `tail` (-1: none) stay.
+
+        `reserve` frames are kept from them, so that there always are some to read into.
+        """
+        owners = self.frame_unit[self.frame_unit >= 0]
+        num_stuck = len(owners) - int(np.sum(self.is_clean(owners) & (owners != tail)))
+        return num_stuck + num_frames + reserve <= self.frame_pool.num_frames
+
     def take_frames(self, num: int, *, keep_unit: int = -1) -> Ids:
         """Return up to `num` frames, dropping clean fragments by the evictor's choice, but none of `keep_unit`."""
         missing = num - self.frame_pool.num_free
@@ -170,3 +219,7 @@ class Ledger:
         """Return the bytes of the frames in use."""
         pool = self.frame_pool
         return (pool.num_frames - pool.num_free) * pool.frame_bytes
+
+
+def _as_keys(keys: list[bytes]) -> KeyArray:
+    return np.frombuffer(b"".join(keys), KEY)

@@ -11,13 +11,16 @@ import threading
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from kvtide.blocks import KeyArray
 from kvtide.cache.ledger import Ids, Ledger
 from kvtide.cache.windows import Window, Windows
-from kvtide.errors import Corrupt
-from kvtide.tiers.contract import FULL, OK, READ_REQUEST, Cause, Statuses, Tier
+from kvtide.errors import Corrupt, IoError
+from kvtide.tiers.contract import FAILED, FULL, OK, READ_REQUEST, Cause, Statuses, Tier
 
 STAGING_BYTES_MAX = 64 << 20  # fragments read in one go: enough to keep any drive busy
+SPARE_FRAMES = 8  # never filled with what cannot go, so that there are always some to read into
 STORE_UNITS_MAX = 4  # units stored by one job, so that a reader waits for few
 
 
@@ -45,26 +48,36 @@ class Traffic:
         self._layout = ledger.layout
         self._rows = ledger.frame_pool.rows
         self._staging = max(1, min(STAGING_BYTES_MAX // ledger.frame_pool.frame_bytes, len(self._rows) // 2))
+        self._filling = np.zeros(0, np.int64)
+        self.reserve = SPARE_FRAMES if tier is not None else 0
         self.num_refused = 0
 
     # DRAM and file to device
 
-    def fill(self, window: Window, layer: int, units: list[Ids], num_tokens: list[int], *, cause: Cause) -> FillCounts:
+    def fill(
+        self, window: Window, layer: int, units: list[Ids], uids: list[Ids], num_tokens: list[int], *, cause: Cause
+    ) -> FillCounts:
         """Make `window` hold the first `num_tokens[r]` tokens of `layer` of the sequence with `units[r]`, each row.
 
-        Raises: LostKv if some of it cannot be read.
+        A row is cut before the first unit that lives no more, which `uids` tells: sequences may end before their fill.
+        Raises: LostKv if some of it cannot be read; IoError(ENOSPC) if DRAM has no frame to read into.
         """
         counts, group = FillCounts(), self._layout.tokens_per_group
-        for row, (row_units, tokens) in enumerate(zip(units, num_tokens, strict=True)):
+        for row, (row_units, row_uids, tokens) in enumerate(zip(units, uids, num_tokens, strict=True)):
             with self._lock:
-                uids = self._ledger.uid[row_units]
-                common = window.common_tokens(row, uids, group)
-                self._remember(window, row, uids, min(common, tokens))
-            first, last = min(common, tokens) // group, -(-tokens // group)
-            while first < last:
-                first += self._fill_run(window, layer, row, first, row_units[first:last], tokens, counts, cause)
+                is_dead = self._ledger.uid[row_units] != row_uids
+                wanted = min(tokens, int(np.argmax(is_dead)) * group) if is_dead.any() else tokens
+                common = min(window.common_tokens(row, row_uids, group), wanted)
+                self._remember(window, row, row_uids, common)
+                first, last = common // group, -(-wanted // group)
+                self._filling = row_units[:last]
+            try:
+                while first < last:
+                    first += self._fill_run(window, layer, row, first, row_units[first:last], wanted, counts, cause)
+            finally:
+                self._filling = row_units[:0]
             with self._lock:
-                self._remember(window, row, uids, tokens)
+                self._remember(window, row, row_uids, wanted)
         return counts
 
     @staticmethod
@@ -85,7 +98,7 @@ class Traffic:
         counts: FillCounts,
         cause: Cause,
     ) -> int:
-        """Copy the fragments of as many of `units` as staging allows; return how many."""
+        """Copy the fragments of as many of `units` as DRAM has room for; return how many."""
         units = units[: self._staging]
         with self._lock:
             frames = self._ledger.frames[units, layer]
@@ -96,40 +109,38 @@ class Traffic:
             keep = int(absent[len(taken)])
             with self._lock:
                 self._pin(frames[keep:][frames[keep:] >= 0], -1)
-            assert keep, "no DRAM frame could be freed to read into"
+            if not keep and len(units) > 1:  # what is read later may be in the way
+                return self._fill_run(window, layer, row, first, units[:1], num_tokens, counts, cause)
+            if not keep:
+                raise IoError(errno.ENOSPC, "DRAM has no frame to read into; type a larger --dram")
             units, frames, absent = units[:keep], frames[:keep], absent[: len(taken)]
         frames[absent] = taken
-        with self._lock:
-            self._pin(taken, 1)
+        statuses = np.full(len(taken), FAILED, np.uint8)
         try:
             statuses = self._read(units[absent], layer, taken, cause)
             self._copy(window, layer, row, first, frames, num_tokens)
         finally:
             with self._lock:
-                self._pin(frames, -1)
-        self._settle(units, absent, taken, layer, statuses)
+                frames[absent] = -1
+                self._pin(frames[frames >= 0], -1)
+                self._ledger.frame_evictor.touch(frames[frames >= 0])
+                lost, keys = self._settle(units[absent], taken, layer, statuses)
+        if len(lost):
+            self._drop(keys)
+            raise LostKv(lost)
         size = self._layout.fragment_padded_bytes[layer]
         counts.file_bytes += len(taken) * size
         counts.dram_bytes += (len(units) - len(taken)) * size
         return len(units)
 
-    def _settle(self, units: Ids, absent: Ids, taken: Ids, layer: int, statuses: Statuses) -> None:
-        """Keep what was read as a DRAM copy; drop what could not be read, and say so."""
-        good = statuses == OK
-        with self._lock:
-            ledger = self._ledger
-            known = ledger.frames[units[absent], layer] < 0
-            keep = good & known
-            ledger.bind(taken[keep], units[absent][keep], np.full(int(keep.sum()), layer))
-            ledger.frame_pool.give(taken[~keep])
-            resident = units[np.setdiff1d(np.arange(len(units)), absent)]
-            ledger.frame_evictor.touch(ledger.frames[resident, layer])
-            lost = units[absent][~good]
-            ledger.lose(lost)
-        if len(lost):
-            if self._tier is not None:
-                self._tier.drop(self._ledger.stored_key[lost])
-            raise LostKv(lost)
+    def _settle(self, units: Ids, taken: Ids, layer: int, statuses: Statuses) -> tuple[Ids, KeyArray]:
+        """Keep what was read as a DRAM copy, give up what could not be read; return that, and its keys below."""
+        ledger = self._ledger
+        keep = (statuses == OK) & (ledger.frames[units, layer] < 0)
+        ledger.bind(taken[keep], units[keep], np.full(int(keep.sum()), layer))
+        ledger.frame_pool.give(taken[~keep])
+        lost = units[statuses != OK]
+        return lost, ledger.lose(lost)
 
     def _read(self, units: Ids, layer: int, frames: Ids, cause: Cause) -> Statuses:
         if not len(units):
@@ -159,57 +170,118 @@ class Traffic:
     # DRAM to file
 
     def store_some(self, cause: Cause = "prefill-write") -> int:
-        """Store the least recently used units that the tier below lacks, a few; return how many were stored."""
+        """Try the least recently used units that the tier below lacks, a few; return how many were tried."""
         with self._lock:
             units = self._ledger.recency.victims(STORE_UNITS_MAX, self._ledger.storable())
-        return self.store(units, cause)
+        return self.store(units, cause) if self._tier is not None else 0
 
     def store(self, units: Ids, cause: Cause) -> int:
-        """Write `units` to the tier below where they still need it; return how many it took."""
+        """Write `units` to the tier below where they still need it; return how many those were.
+
+        What it does not take is marked, and not tried again before something makes room.
+        """
         with self._lock:
             ledger = self._ledger
             units = units[ledger.storable()[units]]
             if self._tier is None or not len(units):
                 return 0
-            frames = ledger.frames[units]
+            num, known = len(units), ledger.is_known(units)
+            gone, units = ledger.note_stored(units[known]), units[~known]
+            frames, records = ledger.frames[units], ledger.records(units)
             ledger.is_busy[units] = True
             self._pin(frames.ravel(), 1)
-            records = ledger.records(units)
+        self._drop(gone)
+        statuses = np.full(len(units), FAILED, np.uint8)
         try:
             addresses = ledger.frame_pool.addresses(frames)
             statuses = self._tier.write(records, addresses, cause=cause)
             full = np.flatnonzero(statuses == FULL)
-            if len(full) and self._evict_stored(len(full), units):
+            if len(full) and self._evict_stored(len(full)):
                 statuses[full] = self._tier.write(records.take(full), addresses[full], cause=cause)
         finally:
-            with self._lock:
+            with self._lock:  # in one piece: as soon as a unit is not busy, its sequence may change it
+                gone = ledger.note_stored(units[statuses == OK])
+                ledger.was_refused[units[statuses != OK]] = True
+                self.num_refused += int((statuses != OK).sum())
                 self._pin(frames.ravel(), -1)
                 ledger.is_busy[units] = False
                 self._lock.notify_all()
-        with self._lock:
-            good = units[statuses == OK]
-            replaced = (ledger.stored_tokens[good] > 0) & (ledger.stored_key[good] != ledger.key[good])
-            old_keys = ledger.stored_key[good][replaced]
-            ledger.stored_key[good], ledger.stored_tokens[good] = ledger.key[good], ledger.num_tokens[good]
-            ledger.was_refused[units[statuses != OK]] = True
-            self.num_refused += int((statuses != OK).sum())
-        self._tier.drop(old_keys)
-        return len(good)
+        self._drop(gone)
+        return num
 
-    def _evict_stored(self, num: int, keep: Ids) -> bool:
-        """Drop `num` least recently used units that the tier below holds and nobody needs."""
-        assert self._tier is not None
+    def _evict_stored(self, num: int) -> bool:
+        """Drop least recently used units that nobody needs until the tier below has `num` slots more, if it can be."""
+        gone: list[KeyArray] = []
         with self._lock:
             ledger = self._ledger
-            candidates = ledger.disposable() & (ledger.stored_tokens > 0)
-            candidates[keep] = False
-            units = ledger.recency.victims(num, candidates)
-            keys = ledger.stored_key[units]
-            ledger.dispose(units)
-        self._tier.drop(keys)
-        return len(units) > 0
+            while (missing := num - sum(map(len, gone))) > 0:
+                candidates = self._disposable() & (ledger.stored_tokens > 0)
+                units = ledger.recency.victims(missing, candidates)
+                if not len(units):
+                    break
+                gone.append(ledger.dispose(units))
+        for keys in gone:
+            self._drop(keys)
+        return bool(gone)
 
     # Room
+
+    def prepare(self, tail: int, num_frames: int, num_units: int) -> Ids | None:
+        """Make ready for a step: bring `tail` (-1: none) into DRAM and pin it there, and return `num_frames` frames.
+
+        None, and no pin, if there is no room for them, or for `num_units` units.
+        Raises: LostKv if the tail cannot be read; IoError(ENOSPC) if there is no room for it.
+        """
+        if tail >= 0:
+            self._load(tail)
+        while True:
+            with self._lock:
+                ledger = self._ledger
+                missing = num_units - ledger.pool.num_free
+                keys = self._drop_idle(missing, self._disposable()) if missing > 0 else None
+                has_units = ledger.pool.num_free >= num_units
+                fits = has_units and ledger.fits(num_frames, tail, reserve=self.reserve)
+                frames = ledger.take_frames(num_frames, keep_unit=tail) if fits else np.zeros(0, np.int64)
+            if keys is not None:
+                self._drop(keys)
+            if fits:
+                assert len(frames) == num_frames, "frames that can go did not"
+                return frames
+            if not self._relieve():
+                with self._lock:
+                    self._pin(ledger.frames[tail] if tail >= 0 else frames, -1)
+                return None
+
+    def _load(self, unit: int) -> None:
+        """Bring every fragment of `unit` into DRAM and pin it there, so that it can be appended to."""
+        ledger = self._ledger
+        with self._lock:
+            absent = np.flatnonzero(ledger.frames[unit] < 0)
+            present = ledger.frames[unit][ledger.frames[unit] >= 0]
+            self._pin(present, 1)
+        taken = self._room(len(absent))
+        is_enough = len(taken) == len(absent)
+        statuses = np.full(len(absent), FAILED, np.uint8)
+        try:
+            if is_enough and self._tier is not None and len(absent):
+                requests = np.zeros(len(absent), READ_REQUEST)
+                requests["layer"], requests["address"] = absent, ledger.frame_pool.addresses(taken)
+                statuses = self._tier.read(ledger.stored_key[[unit]], requests, cause="restore")
+        finally:
+            good, keys = bool((statuses == OK).all()), ledger.stored_key[:0]
+            with self._lock:
+                if good:
+                    ledger.bind(taken, np.full(len(taken), unit), absent)
+                    self._pin(taken, 1)
+                else:
+                    ledger.frame_pool.give(taken)
+                    self._pin(present, -1)
+                    keys = ledger.lose(np.array([unit])) if is_enough else keys
+        self._drop(keys)
+        if not is_enough:
+            raise IoError(errno.ENOSPC, "DRAM has no room to bring a group back; type a larger --dram")
+        if not good:
+            raise LostKv(np.array([unit]))
 
     def _room(self, num_frames: int) -> Ids:
         """Return up to `num_frames` frames, storing or dropping units until there are some."""
@@ -220,70 +292,29 @@ class Traffic:
                 frames = np.concatenate([frames, self._ledger.take_frames(num_frames - len(frames))])
         return frames
 
-    def make_room(self, num_frames: int, num_units: int) -> None:
-        """Free frames and units until that many are free, or nothing more can go."""
-        while True:
-            with self._lock:
-                ledger = self._ledger
-                taken = ledger.take_frames(num_frames)
-                ledger.frame_pool.give(taken)
-                is_enough = len(taken) == num_frames and ledger.pool.num_free >= num_units
-                if not is_enough and ledger.pool.num_free < num_units:
-                    self._drop_idle(num_units - ledger.pool.num_free, only_unstored=False)
-                    is_enough = len(taken) == num_frames and ledger.pool.num_free >= num_units
-            if is_enough or not self._relieve():
-                return
-
     def _relieve(self) -> bool:
         """Make some DRAM evictable: store units, or, where nothing takes them, drop idle ones. False: nothing left."""
         if self.store_some("demote"):
             return True
         with self._lock:
-            return self._drop_idle(STORE_UNITS_MAX, only_unstored=True)
+            ledger = self._ledger
+            num_free = ledger.pool.num_free
+            keys = self._drop_idle(STORE_UNITS_MAX, self._disposable() & ~ledger.is_clean())
+            was_useful = ledger.pool.num_free > num_free
+        self._drop(keys)
+        return was_useful
 
-    def _drop_idle(self, num: int, *, only_unstored: bool) -> bool:
-        ledger = self._ledger
-        candidates = ledger.disposable()
-        if only_unstored:
-            candidates &= ~ledger.is_clean()
-        units = ledger.recency.victims(num, candidates)
-        keys = ledger.stored_key[units[ledger.stored_tokens[units] > 0]]
-        ledger.dispose(units)
-        if self._tier is not None:
+    def _disposable(self) -> npt.NDArray[np.bool_]:
+        candidates = self._ledger.disposable()
+        candidates[self._filling] = False
+        return candidates
+
+    def _drop_idle(self, num: int, candidates: npt.NDArray[np.bool_]) -> KeyArray:
+        return self._ledger.dispose(self._ledger.recency.victims(num, candidates))
+
+    def _drop(self, keys: KeyArray) -> None:
+        if self._tier is not None and len(keys):
             self._tier.drop(keys)
-        return len(units) > 0
-
-    def load(self, unit: int, cause: Cause) -> None:
-        """Bring every fragment of `unit` into DRAM, so that it can be appended to.
-
-        Raises: LostKv if it cannot be read.
-        """
-        with self._lock:
-            absent = np.flatnonzero(self._ledger.frames[unit] < 0)
-            present = self._ledger.frames[unit][self._ledger.frames[unit] >= 0]
-            self._pin(present, 1)
-        frames = self._room(len(absent))
-        with self._lock:
-            self._pin(present, -1)
-        assert len(frames) == len(absent), "DRAM is too small for one group of every layer"
-        requests = np.zeros(len(absent), READ_REQUEST)
-        requests["layer"], requests["address"] = absent, self._ledger.frame_pool.addresses(frames)
-        assert self._tier is not None or not len(absent), "a fragment is in no tier"
-        statuses = (
-            self._tier.read(self._ledger.stored_key[[unit]], requests, cause=cause)
-            if self._tier is not None and len(absent)
-            else np.zeros(0, np.uint8)
-        )
-        with self._lock:
-            if (statuses == OK).all():
-                self._ledger.bind(frames, np.full(len(frames), unit), absent)
-                return
-            self._ledger.frame_pool.give(frames)
-            self._ledger.lose(np.array([unit]))
-            key = self._ledger.stored_key[[unit]]
-        if self._tier is not None:
-            self._tier.drop(key)
-        raise LostKv(np.array([unit]))
 
     def _pin(self, frames: Ids, step: int) -> None:
         np.add.at(self._ledger.pins, frames, step)

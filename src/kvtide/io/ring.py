@@ -41,7 +41,7 @@ FEAT_SINGLE_MMAP, FEAT_NODROP = 1 << 0, 1 << 1
 OFF_SQES = 0x10000000
 REGISTER_BUFFERS2, REGISTER_BUFFERS_UPDATE, REGISTER_SPARSE = 15, 16, 1
 SQE_BYTES = 64
-CQE = np.dtype([("slot", "<i8"), ("result", "<i4"), ("flags", "<u4")])
+CQE_BYTES = 16
 PARAMS = struct.Struct("<10I20I")  # struct io_uring_params with sq_off at word 10 and cq_off at word 20
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -63,7 +63,7 @@ def syscall(number: int, *words: int) -> int:
 class Ring:
     """One submission/completion queue pair, mapped. The arrays must not be used after `close`.
 
-    Shapes: sqes [entries, 8] words; sq_array [entries]; cqes [2 * entries].
+    Shapes: sqes [entries, 8] words; sq_array [entries]; cqes [2 * entries, 4] half words: user_data, result, flags.
     """
 
     def __init__(self, entries: int) -> None:
@@ -86,7 +86,7 @@ class Ring:
     def _map(self, params: tuple[int, ...]) -> None:
         sq_entries, cq_entries = params[0], params[1]
         sq_off, cq_off = params[10:20], params[20:30]
-        rings = self._mmap(max(sq_off[6] + sq_entries * 4, cq_off[5] + cq_entries * CQE.itemsize), 0)
+        rings = self._mmap(max(sq_off[6] + sq_entries * 4, cq_off[5] + cq_entries * CQE_BYTES), 0)
         entries = self._mmap(sq_entries * SQE_BYTES, OFF_SQES)
         view = memoryview(rings)
 
@@ -97,8 +97,8 @@ class Ring:
         self.sq_mask, self.cq_mask = word(sq_off[2])[0], word(cq_off[2])[0]
         self.sq_array = np.frombuffer(rings, np.uint32, sq_entries, sq_off[6])
         self.sq_array_raw = self.sq_array.data
-        self.cqes = np.frombuffer(rings, CQE, cq_entries, cq_off[5])
-        self.cqes_raw = view[cq_off[5] : cq_off[5] + cq_entries * CQE.itemsize]
+        self.cqes = np.frombuffer(rings, np.int32, cq_entries * 4, cq_off[5]).reshape(cq_entries, 4)
+        self.cqes_raw = view[cq_off[5] : cq_off[5] + cq_entries * CQE_BYTES]
         self.sqes_raw = memoryview(entries)
         self.sqes = np.frombuffer(entries, np.uint64).reshape(sq_entries, 8)
         self.sqes[:, 4] = np.arange(sq_entries)

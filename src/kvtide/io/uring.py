@@ -10,7 +10,7 @@ Theory. An operation in flight owns a slot; submission entry `slot` and row `slo
       '----------------------------------------------------------------------' row of `_done` goes to the caller
 
 The completion queue has twice the entries of the submission queue and at most `depth_max` operations are in flight,
-so it cannot overflow. Five words of an OP are, but for the first, the words of an entry: that is why filling is cheap.
+so it cannot overflow.
 """
 
 from __future__ import annotations
@@ -21,28 +21,18 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtide.errors import ConfigError, IoError
+from kvtide.io.entries import FSYNC_DATASYNC, Continued, Words, encode, shift
 from kvtide.io.ops import COMPLETION, FSYNC, OP, Batch, Completions, address_of
 from kvtide.io.ring import ENTRIES_MAX, SQE_BYTES, Ring
-from kvtide.io.vectors import Regions, read_vectors, remaining_vectors
+from kvtide.io.vectors import Regions
 
-Words = npt.NDArray[np.uint64]
-
-# enum io_uring_op by kind: READ, WRITE, FSYNC, and an opcode no kernel has for every other, answered by EINVAL.
-OPCODES = np.array([22, 23, 3, 255], np.uint64)
-OPCODES_VECTORED = np.array([1, 2, 3, 255], np.uint64)
-OPCODES_FIXED = np.array([4, 5, 3, 255], np.uint64)
-FSYNC_DATASYNC = 1
-LOW = np.uint64(0xFFFFFFFF)
-HALF = np.uint64(32)
-UNKNOWN = np.uint64(3)
-FEW_NUM = 4  # up to here one struct.pack an operation beats the numpy calls of a batch: 2.5 us each against 14 us
+FEW_NUM = 24  # up to here a loop with struct beats numpy's fixed cost: in our runs they meet at about 32
 RETRIES_MAX = 64  # of one operation the kernel keeps answering EAGAIN to, for instance on a non-blocking pipe
 REFILL_PARTS = 8  # with operations queued, wait for an eighth of the depth: fewer calls, depth stays over 7/8
 UNHOPED = -(1 << 62)  # no result equals it
@@ -55,15 +45,6 @@ _SQE_ROW = struct.Struct("<BBHiQQIIQQ")
 _DONE_ROW = struct.Struct("<QQiIqq")
 _CQE_ROW = struct.Struct("<qi")
 _LONG = struct.Struct("<q")
-
-
-@dataclass(slots=True)
-class _Odd:
-    """What only an operation needs that did not go through at once."""
-
-    want_bytes: int
-    tries: int = 0
-    vectors: Words | None = None  # the remainder the kernel reads, kept alive here
 
 
 class UringEngine:
@@ -93,7 +74,7 @@ class UringEngine:
         self._free_raw = self._free.data
         self._want = np.zeros(depth_max, np.int64)  # bytes an operation in flight still has to move
         self._want_raw = self._want.data
-        self._odd: dict[int, _Odd] = {}  # operations in flight again after a result that was not hoped for
+        self._odd: dict[int, Continued] = {}  # operations in flight again after a result that was not hoped for
         self._queue: deque[Words] = deque()  # operations beyond the depth
         self._queue_first = 0  # row of the first batch in the queue that has not started
         self._queued_num = 0
@@ -104,7 +85,8 @@ class UringEngine:
 
     def submit(self, batch: Batch) -> None:
         """Start what fits; see `Engine`."""
-        self._check_open()
+        if self._ring.fd < 0:
+            self._check_open()
         if batch.dtype is not OP or not batch.flags.c_contiguous:
             batch = np.ascontiguousarray(batch, OP)
         num = len(batch)
@@ -122,12 +104,17 @@ class UringEngine:
 
     def reap(self, wait_num: int = 0) -> Completions:
         """Return what is done; see `Engine`. Operations that waited for a slot start here."""
-        self._check_open()
+        if self._ring.fd < 0:
+            self._check_open()
         part = self._take()
         if part is None and self._free_num < self.depth_max:
             self._wait(wait_num)
             part = self._take()
-        if part is not None and len(part) >= wait_num and not self._queued_num and not self._unsubmitted_num:
+        if part is not None and len(part) >= wait_num:
+            if self._queued_num:
+                self._refill()
+            if self._unsubmitted_num:
+                self._flush()
             return part
         return self._reap_on(part, wait_num)
 
@@ -233,17 +220,7 @@ class UringEngine:
         depth = self._in_flight() + 1
         self._free_num -= num
         slots = self._free[self._free_num : self._free_num + num][::-1].copy()
-        head, sizes = words[:, 0], words[:, 3]
-        kinds, vectors = np.minimum(head >> HALF, UNKNOWN), sizes >> HALF
-        lengths = sizes & LOW
-        entries = np.zeros((num, 6), np.uint64)
-        entries[:, 0] = (head << HALF) | OPCODES[kinds]
-        entries[:, 1:4] = words[:, 1:4]
-        entries[:, 4] = slots
-        if vectors.any() or kinds.max() >= FSYNC:
-            _start_special(entries, kinds, vectors, lengths)
-        if self._regions:
-            self._use_fixed(entries, kinds, lengths)
+        entries, lengths = encode(words, slots, self._regions)
         self._ring.sqes[slots, :6] = entries
         done = np.empty((num, 5), np.uint64)
         done[:, 0] = words[:, 4]
@@ -253,14 +230,6 @@ class UringEngine:
         self._done_words[slots] = done
         self._want[slots] = lengths
         self._put_many(slots)
-
-    def _use_fixed(self, entries: Words, kinds: Words, lengths: Words) -> None:
-        """Turn plain operations whose whole buffer is registered into fixed ones."""
-        inside, numbers = self._regions.find(entries[:, 2], lengths)
-        plain = (entries[:, 0] & np.uint64(0xFE)) == OPCODES[0]  # 22 and 23, READ and WRITE
-        chosen = np.flatnonzero(inside & plain)
-        entries[chosen, 0] ^= OPCODES[kinds[chosen]] ^ OPCODES_FIXED[kinds[chosen]]
-        entries[chosen, 5] = numbers[chosen]
 
     def _put(self, slot: int) -> None:
         ring = self._ring
@@ -275,8 +244,7 @@ class UringEngine:
         first = tail & ring.sq_mask
         room = ring.sq_mask + 1 - first
         ring.sq_array[first : first + num] = slots[:room]
-        if num > room:
-            ring.sq_array[: num - room] = slots[room:]
+        ring.sq_array[: max(0, num - room)] = slots[room:]
         ring.sq_tail[0] = (tail + num) & 0xFFFFFFFF
         self._unsubmitted_num += num
 
@@ -285,7 +253,7 @@ class UringEngine:
         while self._unsubmitted_num:
             taken = self._ring.enter(self._unsubmitted_num, 0)
             if taken <= 0:
-                self._check_enter(taken)
+                _check_enter(taken)
                 return
             self._unsubmitted_num -= taken
 
@@ -297,18 +265,14 @@ class UringEngine:
         if taken >= 0:
             self._unsubmitted_num -= taken
             return
-        self._check_enter(taken)
+        _check_enter(taken)
         if missing_num <= 0 or taken == -errno.EINTR or self._ring.ready_num():
             return
         # The kernel lacks memory. What is in flight will free some; with nothing in flight there is only waiting.
         if self._in_flight() > self._unsubmitted_num:
-            self._check_enter(self._ring.enter(0, 1))
+            _check_enter(self._ring.enter(0, 1))
         else:
             time.sleep(PAUSE_S)
-
-    def _check_enter(self, result: int) -> None:
-        if result < 0 and -result not in {errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ENOMEM}:
-            raise IoError(-result, f"io_uring_enter: {os.strerror(-result)}")
 
     def _take(self) -> Completions | None:
         """Read the completion queue and free the slots of what is finished; None where nothing is."""
@@ -317,27 +281,26 @@ class UringEngine:
         if num == 0:
             return None
         head = ring.cq_head[0]
-        first = head & ring.cq_mask
-        if num > 1:
-            return self._take_many(first, num, head)
-        slot, result = _CQE_ROW.unpack_from(ring.cqes_raw, first * 16)
-        ring.cq_head[0] = (head + 1) & 0xFFFFFFFF
-        if result != self._want_raw[slot] and not self._settle(slot, result):
-            return None
-        self._free_raw[self._free_num] = slot
-        self._free_num += 1
-        row = bytearray(self._done_raw[slot * 40 : slot * 40 + 40])
-        _LONG.pack_into(row, 32, self._clock_ns())
-        return np.frombuffer(row, COMPLETION)
+        if num > FEW_NUM:
+            return self._take_many(head & ring.cq_mask, num, head)
+        now, done, rows = self._clock_ns(), self._done_raw, bytearray()
+        for index in range(head, head + num):
+            slot, result = _CQE_ROW.unpack_from(ring.cqes_raw, (index & ring.cq_mask) * 16)
+            if result == self._want_raw[slot] or self._settle(slot, result):
+                first = slot * 40
+                _LONG.pack_into(done, first + 32, now)
+                rows += done[first : first + 40]
+                self._free_raw[self._free_num] = slot
+                self._free_num += 1
+        ring.cq_head[0] = (head + num) & 0xFFFFFFFF
+        return np.frombuffer(rows, COMPLETION) if rows else None
 
     def _take_many(self, first: int, num: int, head: int) -> Completions | None:
         ring = self._ring
         room = ring.cq_mask + 1 - first
-        cqes = ring.cqes[first : first + num].copy()
-        if num > room:
-            cqes = np.concatenate([cqes, ring.cqes[: num - room]])
+        cqes = np.concatenate([ring.cqes[first : first + num], ring.cqes[: max(0, num - room)]])
         ring.cq_head[0] = (head + num) & 0xFFFFFFFF
-        slots, results = cqes["slot"], cqes["result"]
+        slots, results = cqes[:, 0], cqes[:, 2]
         odd = results != self._want[slots]
         if odd.any():
             for index in np.flatnonzero(odd).tolist():
@@ -355,13 +318,13 @@ class UringEngine:
         An unfinished one is put back into the ring, shifted by what has moved, and none of its results is hoped for.
         """
         entry = self._ring.sqes[slot]
-        odd = self._odd.pop(slot, None) or _Odd(int(self._want[slot]))
+        odd = self._odd.pop(slot, None) or Continued(int(self._want[slot]))
         refused = result in {-errno.EAGAIN, -errno.EINTR}
         odd.want_bytes -= max(result, 0)
         odd.tries += refused
         if (result > 0 and odd.want_bytes > 0) or (refused and odd.tries <= RETRIES_MAX):
             if result > 0:
-                _shift(entry, result, odd)
+                shift(entry, result, odd)
             self._odd[slot] = odd
             self._want[slot] = UNHOPED
             self._put(slot)
@@ -375,25 +338,6 @@ class UringEngine:
         return True
 
 
-def _shift(entry: Words, moved: int, odd: _Odd) -> None:
-    """Let `entry` begin `moved` bytes later, in the file and in memory."""
-    opcode, size = int(entry[0]) & 0xFF, int(entry[3])
-    entry[1] += np.uint64(moved)
-    if opcode not in {1, 2}:
-        entry[2] += np.uint64(moved)
-        entry[3] = size - moved
-        return
-    odd.vectors = remaining_vectors(read_vectors(int(entry[2]), size), moved)
-    entry[2] = address_of(odd.vectors)
-    entry[3] = len(odd.vectors)
-
-
-def _start_special(entries: Words, kinds: Words, vectors: Words, lengths: Words) -> None:
-    """Correct the entries of vectored operations and of FSYNC, and the bytes FSYNC moves: none."""
-    vectored = np.flatnonzero(vectors)
-    entries[vectored, 0] ^= OPCODES[kinds[vectored]] ^ OPCODES_VECTORED[kinds[vectored]]
-    entries[vectored, 3] = vectors[vectored]
-    syncs = np.flatnonzero(kinds >= FSYNC)
-    entries[syncs, 1:3] = 0
-    entries[syncs, 3] = FSYNC_DATASYNC << 32
-    lengths[syncs] = 0
+def _check_enter(result: int) -> None:
+    if result < 0 and -result not in {errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ENOMEM}:
+        raise IoError(-result, f"io_uring_enter: {os.strerror(-result)}")

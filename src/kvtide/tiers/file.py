@@ -13,6 +13,8 @@ cache drops it, after the new one is whole.
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +22,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvtide.blocks import KEY, KeyArray
-from kvtide.errors import IoError
+from kvtide.errors import IoError, ShortIo
 from kvtide.io.ops import OP, PAGE_BYTES, READ, WRITE, Batch, Engine, address_of, aligned_buffer
 from kvtide.io.schedule import Merged, merge
 from kvtide.spec import SlotLayout
@@ -130,7 +132,12 @@ class FileTier:
         sequences, checksums = decoded.sequences[kept], decoded.checksums[kept]
         self.table.fill(slots, records, sequences, checksums)
         for index in np.argsort(sequences, kind="stable").tolist():
-            self._own(records.keys[index].tobytes(), int(slots[index]))
+            key, slot = records.keys[index].tobytes(), int(slots[index])
+            rival = self._slot_of.get(key)
+            if rival is not None and self.table.sequences[rival] > sequences[index]:
+                self._release(slot)  # slots are scanned in order of place, not of time
+            else:
+                self._own(key, slot)
         self._sequence = max(self._sequence, int(sequences.max(initial=0)))
 
     def headers(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
@@ -370,11 +377,13 @@ def _aligned_copy(pages: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 def move_page(engine: Engine, fd: int, page: npt.NDArray[np.uint8], kind: int) -> None:
     """Read or write the superblock page, through the engine as everything else.
 
-    Raises: IoError with the errno.
+    Raises: IoError with the errno; ShortIo at the end of the file.
     """
     batch = np.zeros(1, OP)
     batch["fd"], batch["kind"], batch["address"], batch["length"] = fd, kind, address_of(page), PAGE_BYTES
     engine.submit(batch)
     done = engine.reap(1)[0]
-    if done["error"] or done["length"] != PAGE_BYTES:
-        raise IoError(int(done["error"]), f"superblock: {int(done['length'])} of {PAGE_BYTES} bytes moved")
+    if done["error"]:
+        raise IoError(int(done["error"]), f"superblock: {os.strerror(int(done['error']))}")
+    if done["length"] != PAGE_BYTES:
+        raise ShortIo(errno.EIO, f"superblock: {int(done['length'])} of {PAGE_BYTES} bytes moved")

@@ -74,7 +74,7 @@ class HeaderCodec:
         rows["key"], rows["parent"] = records.keys, records.parents
         rows["num_tokens"], rows["num_blocks"] = records.num_tokens, records.num_blocks
         rows["sequence"], rows["block_keys"], rows["checksums"] = sequences, records.block_keys, checksums
-        raw = rows.view(np.uint8).reshape(len(rows), -1)
+        raw = rows.view(np.uint8).reshape(len(rows), self._dtype.itemsize)
         rows["header_checksum"] = list(map(xxhash.xxh3_64_intdigest, raw[:, : self._checked_bytes].copy()))
         pages[:] = 0
         pages[:, : self._dtype.itemsize] = raw

@@ -5,6 +5,7 @@ Decides how memory is handed out and accounted; knows no policy and no device bu
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 
@@ -33,10 +34,8 @@ class Arena:
         self.num_bytes = num_bytes
         self._map = mmap.mmap(-1, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if num_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with contextlib.suppress(OSError):  # a kernel without huge pages: only speed is lost
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass  # a kernel without huge pages: only speed is lost
         self.buffer: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, num_bytes)
         self.address = address_of(self.buffer)
 

@@ -27,9 +27,10 @@ import numpy.typing as npt
 import xxhash
 
 from kvtide.blocks import KEY
-from kvtide.errors import ConfigError, FormatError, IoError
+from kvtide.errors import ConfigError, FormatError, IoError, ShortIo
 from kvtide.io.opening import open_engine
 from kvtide.io.ops import PAGE_BYTES, READ, WRITE, Engine, aligned_buffer
+from kvtide.io.uring import UringEngine
 from kvtide.spec import Identity, SlotLayout
 from kvtide.tiers.file import FileTier, move_page
 from kvtide.tiers.header import FORMAT_VERSION, HeaderCodec
@@ -72,7 +73,7 @@ class OpenNamespace:
             return
         try:
             self.engine.close()
-            _write_checkpoint(self.path, self.tier)
+            write_checkpoint(self.path, self.tier)
         finally:
             os.close(self.fd)
             os.close(self.lock_fd)
@@ -102,17 +103,20 @@ def open_namespace(
         )
     prepare_root(root)
     path = root / identity.digest().hex()[:DIGEST_CHARS]
-    path.mkdir(mode=0o700, exist_ok=True)
+    with _named(path):
+        path.mkdir(mode=0o700, exist_ok=True)
     lock_fd = lock(path)
     fd = -1
     try:
-        _check_identity(path, identity)
+        with _named(path):
+            _check_identity(path, identity)
         fd, is_direct = open_data(path / "data.kvt")
         backend = open_engine(engine, depth_max=depth_max)
         try:
             _prepare_data(path, fd, backend, layout, identity.digest(), num_slots)
             tier = FileTier(backend, fd, layout, identity.digest(), num_slots, recorder=recorder)
-            was_clean = _load_checkpoint(path, tier, layout, identity.digest())
+            with _named(path):
+                was_clean = _load_checkpoint(path, tier, layout, identity.digest())
             if not was_clean:
                 tier.scan()
         except BaseException:
@@ -123,8 +127,19 @@ def open_namespace(
             os.close(fd)
         os.close(lock_fd)
         raise
-    name = type(backend).__name__.removesuffix("Engine").lower()
+    name = "uring" if isinstance(backend, UringEngine) else "threads"
     return OpenNamespace(path, tier, backend, name, is_direct, was_clean, fd, lock_fd)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Turn what the system refuses about `path` into an IoError that names it."""
+    try:
+        yield
+    except IoError:
+        raise
+    except OSError as error:
+        raise IoError(error.errno or 0, f"cannot open {error.filename or path}: {error.strerror}") from None
 
 
 def prepare_root(root: Path) -> None:
@@ -137,7 +152,7 @@ def prepare_root(root: Path) -> None:
         marker = root / MARKER
         if marker.exists():
             check_root(root)
-        elif any(root.iterdir()):
+        elif any(entry.name != _partial(marker).name for entry in root.iterdir()):
             raise ConfigError(f"{root} is not empty and not a kvtide store; type --dir with a new or empty directory")
         else:
             _write_whole(marker, MARKER_TEXT.encode())
@@ -167,7 +182,8 @@ def lock(path: Path) -> int:
 
     Raises: IoError(EBUSY) that names the process that owns it.
     """
-    fd = os.open(path / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with _named(path / "owner.lock"):
+        fd = os.open(path / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -195,13 +211,14 @@ def locked(path: Path) -> Iterator[None]:
 
 def open_data(path: Path) -> tuple[int, bool]:
     """Open the data file past the page cache where the file system allows it; say whether it did."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(path, flags | os.O_DIRECT, 0o600)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise IoError(error.errno or 0, f"cannot open {path}: {error.strerror}") from None
-        return os.open(path, flags, 0o600), False
+        with _named(path):
+            return os.open(path, flags, 0o600), False
     return fd, True
 
 
@@ -215,7 +232,7 @@ def read_identity(path: Path) -> Identity:
         text = file.read_bytes()
     except OSError as error:
         raise FormatError(f"{file}: {error.strerror}; type `kvtide store drop` to remove the namespace") from None
-    return Identity.from_json(text.decode("utf-8", "replace"))
+    return Identity.from_json(text.decode("utf-8", "replace"), where=str(file))
 
 
 def read_superblock(fd: int, path: Path, engine: Engine) -> npt.NDArray[np.void]:
@@ -224,9 +241,12 @@ def read_superblock(fd: int, path: Path, engine: Engine) -> npt.NDArray[np.void]
     Raises: FormatError if it is not a data file of this version.
     """
     page = aligned_buffer(PAGE_BYTES)
-    move_page(engine, fd, page, READ)
-    row = page[: _SUPER.itemsize].copy().view(_SUPER)[0]
     hint = "type `kvtide store drop` on its directory, or another --dir"
+    try:
+        move_page(engine, fd, page, READ)
+    except ShortIo:
+        raise FormatError(f"{path}: expected a superblock of {PAGE_BYTES} bytes, found fewer; {hint}") from None
+    row = page[: _SUPER.itemsize].copy().view(_SUPER)[0]
     if row["magic"] != _FILE_MAGIC:
         raise FormatError(f"{path}, offset 0: expected {_FILE_MAGIC!r}, found {bytes(page[:8])!r}; {hint}")
     if row["version"] != FORMAT_VERSION:
@@ -242,7 +262,7 @@ def _prepare_data(
     """Give the data file its size and superblock, keeping the slots it has."""
     file, wanted_bytes = path / "data.kvt", PAGE_BYTES + num_slots * layout.slot_bytes
     size = os.fstat(fd).st_size
-    if size:
+    if size and not _is_unfinished(fd, size, engine):
         row = read_superblock(fd, file, engine)
         stated = (int(row["header_bytes"]), int(row["slot_bytes"]), row["identity"].tobytes())
         wanted = (layout.header_bytes, layout.slot_bytes, identity_digest)
@@ -260,6 +280,14 @@ def _prepare_data(
     page[: _SUPER.itemsize] = fields.view(np.uint8)
     page[-8:] = np.frombuffer(xxhash.xxh3_64_digest(page[:-8].tobytes()), np.uint8)
     move_page(engine, fd, page, WRITE)
+
+
+def _is_unfinished(fd: int, size: int, engine: Engine) -> bool:
+    """Say whether whoever made the file died between reserving its space and writing its superblock."""
+    page = aligned_buffer(PAGE_BYTES)
+    if size >= PAGE_BYTES:
+        move_page(engine, fd, page, READ)
+    return size >= PAGE_BYTES and not page.any()
 
 
 def allocate(fd: int, num_bytes: int, path: Path) -> None:
@@ -291,9 +319,13 @@ def _check_identity(path: Path, identity: Identity) -> None:
         raise FormatError(f"{file} states another identity than its directory's name; type `kvtide store drop {path}`")
 
 
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
 def _write_whole(path: Path, content: bytes) -> None:
     """Let `path` appear whole or not at all, readable by its owner only."""
-    partial = path.with_name(path.name + ".partial")
+    partial = _partial(path)
     fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(content)
@@ -302,14 +334,23 @@ def _write_whole(path: Path, content: bytes) -> None:
     partial.replace(path)
 
 
-def _write_checkpoint(path: Path, tier: FileTier) -> None:
+def write_checkpoint(path: Path, tier: FileTier) -> None:
+    """Leave what the next owner would otherwise have to scan for; where that fails, it scans."""
     slots, pages = tier.headers()
     head = np.array([(_CHECKPOINT_MAGIC, FORMAT_VERSION, pages.shape[1], tier.num_slots)], _CHECKPOINT)
-    body = b"".join([head.tobytes(), np.uint64(len(slots)).tobytes(), slots.astype("<u8").tobytes(), pages.tobytes()])
+    body = b"".join(
+        [
+            head.tobytes(),
+            np.uint64(len(slots)).tobytes(),
+            slots.astype("<u8").tobytes(),
+            pages.tobytes(),
+            np.packbits(tier.table.has_header).tobytes(),  # free slots that must be wiped before use, too
+        ]
+    )
     try:
         _write_whole(path / "checkpoint.kvt", body + xxhash.xxh3_64_digest(body))
     except OSError:
-        (path / "checkpoint.kvt.partial").unlink(missing_ok=True)  # the next open scans instead
+        _partial(path / "checkpoint.kvt").unlink(missing_ok=True)  # the next open scans instead
 
 
 def _load_checkpoint(path: Path, tier: FileTier, layout: SlotLayout, identity_digest: bytes) -> bool:
@@ -319,6 +360,12 @@ def _load_checkpoint(path: Path, tier: FileTier, layout: SlotLayout, identity_di
         return False
     body = file.read_bytes()
     file.unlink()
+    _sync_directory(path)  # or a power cut could bring it back, older than the slots
+    return adopt_checkpoint(body, tier, layout, identity_digest)
+
+
+def adopt_checkpoint(body: bytes, tier: FileTier, layout: SlotLayout, identity_digest: bytes) -> bool:
+    """Fill the tier's table from the bytes of a checkpoint; say whether they are one of this namespace."""
     start = _CHECKPOINT.itemsize
     if len(body) < start + 16 or xxhash.xxh3_64_digest(body[:-8]) != body[-8:]:
         return False
@@ -327,7 +374,8 @@ def _load_checkpoint(path: Path, tier: FileTier, layout: SlotLayout, identity_di
     stated = (head["magic"], int(head["version"]), int(head["header_bytes"]))
     if stated != (_CHECKPOINT_MAGIC, FORMAT_VERSION, layout.header_bytes):
         return False
-    if len(body) != start + 16 + num * (8 + layout.header_bytes):
+    flags_start = start + 8 + num * (8 + layout.header_bytes)
+    if len(body) != flags_start + -(-int(head["num_slots"]) // 8) + 8:
         return False
     slots = np.frombuffer(body, "<u8", num, start + 8).astype(np.int64)
     pages = np.frombuffer(body, np.uint8, num * layout.header_bytes, start + 8 + 8 * num)
@@ -335,5 +383,16 @@ def _load_checkpoint(path: Path, tier: FileTier, layout: SlotLayout, identity_di
     kept = decoded.valid & (slots < tier.num_slots) & (slots >= 0)
     if not decoded.valid.all() or len(np.unique(slots)) != num:
         return False
+    flags = np.unpackbits(np.frombuffer(body[flags_start:-8], np.uint8), count=int(head["num_slots"]))
+    num_slots = min(tier.num_slots, len(flags))
+    tier.table.has_header[:num_slots] = flags[:num_slots]
     tier.adopt(slots, decoded, kept)
     return True
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

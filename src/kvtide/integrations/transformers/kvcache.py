@@ -1,7 +1,7 @@
 """A `transformers` cache whose KV lives in tiers. Next: session (prefill, generate, recovery).
 
-Works with unmodified models: `update` keeps the new KV and returns K and V of the whole sequence as plain tensors, views
-of a device window, so attention is exact whatever kernel the model uses. While a layer computes, the next is fetched.
+Works with unmodified models: `update` keeps the new KV and returns K and V of the whole sequence as plain tensors,
+views of a device window, so attention is exact whatever kernel the model uses. While a layer computes, the next comes.
 """
 
 from __future__ import annotations

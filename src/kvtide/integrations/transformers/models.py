@@ -93,7 +93,7 @@ def _folder(ref: str) -> Path:
         raise ConfigError(f"{path} is a file; type --model with the folder of a model")
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError:
         raise UnsupportedError(f"{ref} is no folder, and huggingface_hub is not installed to fetch it") from None
     try:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -126,7 +126,7 @@ class KvStore:
             if self.namespace is not None:
                 self.namespace.close()
 
-    def __enter__(self) -> KvStore:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -157,7 +157,10 @@ class Session:
             end = next_prefill_end(start, len(self.tokens))
             if end >= len(self.tokens):
                 return
-            self._recovering(lambda start=start, end=end: self._forward(start, end))
+            try:
+                self._forward(start, end)
+            except LostKv:
+                self._heal()
 
     def generate(self, *, max_new_tokens: int, **options: Any) -> Any:
         """Run `model.generate` on the prompt; its output, whose sequences begin with the prompt.
@@ -166,14 +169,12 @@ class Session:
         """
         ids = self._ids(0, len(self.tokens))
         options = {"pad_token_id": _pad_id(self._store.loaded)} | options
-        before = len(self.tokens)
         while True:
             try:
                 return self._store.loaded.model.generate(ids, cache=self.kv, max_new_tokens=max_new_tokens, **options)
             except LostKv:
                 self._heal()
                 self.kv.sequences = self.kv.sequences[:1]
-                assert len(self.tokens) == before
                 self.prefill()
 
     def fork(self) -> Session:
@@ -189,16 +190,10 @@ class Session:
     def _ids(self, start: int, end: int) -> torch.Tensor:
         return torch.tensor([self.tokens[start:end]], device=self._store.loaded.model.device)
 
-    @torch.inference_mode()
     def _forward(self, start: int, end: int) -> None:
         ids = self._ids(start, end)
-        self._store.loaded.model(input_ids=ids, cache=self.kv, use_cache=True, logits_to_keep=1)
-
-    def _recovering(self, step: Callable[[], None]) -> None:
-        try:
-            step()
-        except LostKv:
-            self._heal()
+        with torch.inference_mode():
+            self._store.loaded.model(input_ids=ids, cache=self.kv, use_cache=True, logits_to_keep=1)
 
     def _heal(self) -> None:
         self.num_lost += 1

@@ -1,0 +1,199 @@
+"""Does the file tier read a long prefix as fast as the disk gives it, every byte verified?
+
+All layers of a prefix are read through `FileTier.read` into preallocated frames, in turns with fio's sequential reads
+of 1 MiB of the same file, at depth 8 and 32, io_uring and O_DIRECT. Then the same for writing, in calls of a few groups
+as the cache makes them. fio moves bytes and verifies nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from _bench import RESULTS, environment, parser, summary, warnings_of, write_result
+from _tier import Prefix, Run, fio_version, has_fio, run_fio, timed
+from kvtide.io.ops import OP, PAGE_BYTES, READ
+from kvtide.io.schedule import merge
+from kvtide.spec import KVShape, auto_group_blocks
+from kvtide.spec.presets import preset
+from kvtide.tiers.file import OP_BYTES_MAX
+
+KNEE_BYTES = 128 << 10  # as kvtide run: see benchmarks/group_size.py
+DEPTHS = (8, 32)
+GOAL = 0.9
+
+
+def main() -> int:
+    """Measure and report."""
+    made = parser(__doc__ or "")
+    made.add_argument("--model", default="smollm2-135m", help="whose KV geometry, in bf16: a name of `kvtide size`")
+    made.add_argument("--tokens", type=int, default=32768, help="length of the prefix")
+    made.add_argument("--group-blocks", type=int, default=None, help="blocks of 16 tokens stored together")
+    made.add_argument("--engine", default="auto", help="auto, uring or threads")
+    args = made.parse_args()
+    if args.smoke:
+        args.tokens, args.repeats = min(args.tokens, 512), 1
+    payload = measure(args)
+    if args.json:
+        print(json.dumps(payload, indent=1, default=str))
+    else:
+        show(payload)
+    write_result("file_tier", payload, args.out or (None if args.smoke else RESULTS / "file_tier.json"))
+    return 0
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the whole result."""
+    shape = KVShape.of(preset(args.model), "bf16")
+    group = args.group_blocks or auto_group_blocks(shape, 16, KNEE_BYTES)
+    args.dir.mkdir(parents=True, exist_ok=True)
+    root, scratch = args.dir / "file_tier", args.dir / "file_tier.scratch"
+    prefix = Prefix(root, args.model, num_tokens=args.tokens, group_blocks=group, engine=args.engine, seed=args.seed)
+    try:
+        check(prefix)
+        uses_fio = has_fio()
+        if not prefix.namespace.is_direct:
+            print(prefix.access, file=sys.stderr)
+        runs = {
+            "read": in_turns(ways_of(prefix, "read", scratch, uses_fio=uses_fio), args.repeats),
+            "write": in_turns(ways_of(prefix, "write", scratch, uses_fio=uses_fio), args.repeats),
+        }
+        parts = [parts_of(prefix) for _ in range(min(args.repeats, 3))]
+        stats = prefix.tier.stats()
+        assert stats.num_corrupt + stats.num_failed == 0
+        return {
+            "label": "measured",
+            "environment": environment(args.dir),
+            "access": prefix.access,
+            "model": args.model,
+            "num_tokens": prefix.num_groups * prefix.layout.tokens_per_group,
+            "num_bytes": sum(prefix.layout.fragment_padded_bytes) * prefix.num_groups,
+            "fragment_bytes": prefix.layout.fragment_padded_bytes[0],
+            "group_blocks": group,
+            "engine": prefix.namespace.engine_name,
+            "depth_max": prefix.namespace.engine.depth_max,
+            "fio": fio_version() if uses_fio else "absent",
+            "smoke": args.smoke,
+            "seed": args.seed,
+            "repeats": args.repeats,
+            "goal": f"read >= {GOAL} of the better fio figure",
+            "read": figures(runs["read"]),
+            "write": figures(runs["write"]),
+            "read_parts_ns": {name: summary([one[name] for one in parts]) for name in parts[0]},
+            "warnings": [
+                line
+                for kind, ways in runs.items()
+                for name, found in ways.items()
+                for line in warnings_of(f"{kind} {name}", [run.mib_per_s for run in found])
+            ],
+        }
+    finally:
+        scratch.unlink(missing_ok=True)
+        prefix.close()
+
+
+def check(prefix: Prefix) -> None:
+    """See that what is read is what was written; this warms up, too."""
+    buffer = prefix.pool.arena.buffer
+    wanted = xxhash.xxh3_128_digest(buffer.data)
+    buffer[:] = 0
+    prefix.read(prefix.requests(list(range(prefix.layout.num_layers))))
+    assert xxhash.xxh3_128_digest(buffer.data) == wanted, "other bytes were read than written"
+
+
+def ways_of(prefix: Prefix, kind: str, scratch: Any, *, uses_fio: bool) -> dict[str, Callable[[], Run]]:
+    """Return what is compared: our tier, and fio at each depth."""
+    num_bytes = sum(prefix.layout.fragment_padded_bytes) * prefix.num_groups
+    requests = prefix.requests(list(range(prefix.layout.num_layers)))
+    is_read, is_direct = kind == "read", prefix.namespace.is_direct
+    ways: dict[str, Callable[[], Run]] = {
+        "ours": lambda: timed(lambda: prefix.read(requests) if is_read else prefix.write(), num_bytes)
+    }
+    path = prefix.data_path if is_read else scratch
+    for depth in DEPTHS if uses_fio else ():
+        ways[f"fio depth {depth}"] = lambda depth=depth: run_fio(  # type: ignore[misc]
+            path, kind, num_bytes=num_bytes, depth=depth, is_direct=is_direct
+        )
+    return ways
+
+
+def in_turns(ways: dict[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
+    """Run each way once unmeasured, then all of them `repeats` times, every other round backwards."""
+    runs: dict[str, list[Run]] = {name: [] for name in ways}
+    for way in ways.values():
+        way()
+    for repeat in range(repeats):
+        for name in list(ways) if repeat % 2 == 0 else list(ways)[::-1]:
+            runs[name].append(ways[name]())
+    return runs
+
+
+def parts_of(prefix: Prefix) -> dict[str, float]:
+    """Return what parts of a read take on their own: joining, moving bytes, checksums. In a read they overlap."""
+    layout, table = prefix.layout, prefix.tier.table
+    slot_of = {key: slot for slot, key in enumerate(table.keys.tolist()) if table.used[slot]}
+    slots = np.array([slot_of[key] for key in prefix.records.keys.tolist()])
+    batch = np.zeros(prefix.addresses.size, OP)
+    batch["fd"], batch["kind"] = prefix.namespace.fd, READ
+    starts = PAGE_BYTES + slots[:, None] * layout.slot_bytes + np.array(layout.fragment_offset)
+    batch["offset"], batch["address"] = starts.ravel(), prefix.addresses.ravel()
+    batch["length"] = np.tile(layout.fragment_padded_bytes, len(slots))
+    engine = prefix.namespace.engine
+    joined: list[Any] = []
+    merge_s = timed(lambda: joined.append(merge(batch, bytes_max=OP_BYTES_MAX)), 1).seconds
+
+    def move() -> None:
+        engine.submit(joined[0].batch)
+        assert not engine.reap(len(joined[0].batch))["error"].any()
+
+    move_s = timed(move, 1).seconds
+    rows = [row.data for row in prefix.pool.rows]
+    checksum_s = timed(lambda: list(map(xxhash.xxh3_64_intdigest, rows)), 1).seconds
+    return {"merge": merge_s * 1e9, "engine": move_s * 1e9, "checksums": checksum_s * 1e9}
+
+
+def figures(runs: dict[str, list[Run]]) -> dict[str, Any]:
+    """Return rate and CPU of each way, and ours over the better of the others."""
+    ways: dict[str, Any] = {}
+    for name, found in runs.items():
+        rates, cpu = [run.mib_per_s for run in found], [run.cpu_s_per_gib for run in found]
+        ways[name] = {"mib_per_s": summary(rates), "cpu_s_per_gib": summary(cpu), "mib_per_s_runs": rates}
+    ours, others = ways["ours"], {name: way for name, way in ways.items() if name != "ours"}
+    if not others:
+        return {"ways": ways}
+    best = max(others, key=lambda name: others[name]["mib_per_s"]["median"])
+    return {
+        "ways": ways,
+        "best_fio": best,
+        "ratio": ours["mib_per_s"]["median"] / others[best]["mib_per_s"]["median"],
+        "cpu_ratio": ours["cpu_s_per_gib"]["median"] / max(others[best]["cpu_s_per_gib"]["median"], 1e-9),
+    }
+
+
+def show(payload: dict[str, Any]) -> None:
+    """Print the medians and ratios."""
+    print(f"measured: {payload['num_tokens']} tokens of {payload['model']}, {payload['access']}, {payload['engine']}")
+    print(f"{'':6}{'way':14}{'MiB/s':>8}{'lowest':>8}{'spread':>8}{'CPU s/GiB':>11}")
+    for kind in ("read", "write"):
+        for name, way in payload[kind]["ways"].items():
+            rate = way["mib_per_s"]
+            print(
+                f"{kind:6}{name:14}{rate['median']:8.0f}{min(way['mib_per_s_runs']):8.0f}{rate['spread']:8.0%}"
+                f"{way['cpu_s_per_gib']['median']:11.2f}"
+            )
+        if "ratio" in payload[kind]:
+            print(f"{kind:6}ours / {payload[kind]['best_fio']}: {payload[kind]['ratio']:.2f}")
+    parts = ", ".join(f"{name} {part['median'] / 1e6:.0f} ms" for name, part in payload["read_parts_ns"].items())
+    print(f"parts of a read on their own: {parts}")
+    for line in payload["warnings"]:
+        print(f"warning: {line}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,328 @@
+"""`kvtide run`: answer questions about a long document with the KV cache in tiers, and show what its I/O cost.
+
+Owns the defaults: the embedded model, a text that ships with Python, budgets small enough that every tier is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvtide.errors import ConfigError
+from kvtide.spec import KVShape
+from kvtide.trace.record import Recorder
+from kvtide.units import format_bytes, parse_bytes, printable
+
+if TYPE_CHECKING:
+    from kvtide.integrations.transformers import KvStore, LoadedModel, StoreOptions
+    from kvtide.integrations.transformers.turns import Conversation, Turn, TurnRunner
+
+RUN_EXAMPLE = "Example: kvtide run --document notes.txt --ask 'What is decided?' --device-memory 16MiB --dram 64MiB"
+DEFAULT_DIR = ".kvtide/store"
+DOCUMENT_TOKENS = 4000  # of the default text: enough that computing it again hurts, few enough for two cores
+DEFAULT_QUESTIONS = (
+    ("What does the assert statement do?", "How can it be switched off?"),
+    ("What is the difference between break and continue?", "Give one line of code for each."),
+)
+DOCUMENT_BYTES_MAX = 64 << 20  # no model has positions for more
+
+
+def run(
+    model: Annotated[str | None, typer.Option(help="Model folder or hub id. Default: the embedded SmolLM2.")] = None,
+    document: Annotated[str | None, typer.Option(help="Text file, or - for standard input.")] = None,
+    ask: Annotated[list[str] | None, typer.Option(help="A question; may be given several times.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask from the keyboard, one line a turn.")] = False,
+    directory: Annotated[Path, typer.Option("--dir", help="Directory of the file tier.")] = Path(DEFAULT_DIR),
+    device_memory: Annotated[
+        str | None, typer.Option(help="Budget of the device tier. Default: a tenth of the KV.")
+    ] = None,
+    dram: Annotated[str | None, typer.Option(help="Budget of the DRAM tier. Default: half of the KV.")] = None,
+    disk: Annotated[str, typer.Option(help="Capacity of the file tier; 0 for none.")] = "2GiB",
+    block_tokens: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
+    group_blocks: Annotated[str, typer.Option(help="Blocks stored together, or auto.")] = "auto",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 48,
+    samples: Annotated[int, typer.Option(min=1, help="Answers drawn for each question from one prompt.")] = 1,
+    salt: Annotated[str, typer.Option(help="Tenant: KV is shared only within one salt.")] = "",
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. Default: what is fast here.")] = None,
+    engine: Annotated[str, typer.Option(help="auto, uring or threads.")] = "auto",
+    write_policy: Annotated[str, typer.Option(help="through: store at once; back: when evicted.")] = "through",
+    verify: Annotated[bool, typer.Option("--verify", help="Compare with transformers' own cache.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Write every object and operation to this Parquet file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Answer questions about a long document, its KV cache kept in device, DRAM and file tiers.
+
+    A second run finds the document's KV on disk and answers many times sooner.
+    """
+    sizes = {
+        "device": parse_bytes(device_memory) if device_memory else 0,
+        "dram": parse_bytes(dram) if dram else 0,
+        "disk": parse_bytes(disk),
+    }
+    _check_choices(group_blocks, write_policy, trace)
+    text = _read_document(document)
+    console = Console(stderr=as_json, highlight=False)
+    with _waiting(console, "Loading the model"):
+        from kvtide.integrations.transformers import load
+        from kvtide.integrations.transformers.turns import Conversation, TurnOptions, TurnRunner
+
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        loaded = load(model, dtype=dtype or _fast_dtype(), cache_dir=_cache_dir())
+    text = text if text is not None else _default_document(loaded)
+    recorder = Recorder()
+    options = _store_options(
+        loaded,
+        text,
+        sizes,
+        directory,
+        max_new_tokens=max_new_tokens,
+        block_tokens=block_tokens,
+        group_blocks=None if group_blocks == "auto" else int(group_blocks),
+        engine=engine,
+        write_policy=write_policy,
+    )
+    from kvtide.integrations.transformers import KvStore
+
+    show = _Show(console, is_quiet=as_json)
+    with KvStore(loaded, options, recorder=recorder) as store:
+        show.opening(store)
+        turn_options = TurnOptions(max_new_tokens=max_new_tokens, num_samples=samples, salt=salt, is_verified=verify)
+        runner = TurnRunner(store, recorder, turn_options, on_text=show.text, on_prefill=show.prefill)
+        turns: list[Turn] = []
+        for index, questions in enumerate(_questions(ask, chat=chat, has_document=document is not None)):
+            conversation = Conversation(loaded, text)
+            turns.extend(show.turn(runner, conversation, question, index) for question in questions)
+        store.cache.flush()
+        report = _report(store, turns, verify=verify)
+        if not as_json:
+            show.summary(store, turns, verify=verify)
+    if trace is not None:
+        report["trace"] = {"file": str(trace), "events": recorder.write_parquet(trace)}
+        show.line(f"Trace: {report['trace']['events']} events in {trace}")
+    if as_json:
+        print(json.dumps(report))
+    if verify and not report["tokens_equal"]:
+        raise typer.Exit(1)
+
+
+def _check_choices(group_blocks: str, write_policy: str, trace: Path | None) -> None:
+    if group_blocks != "auto" and not (group_blocks.isascii() and group_blocks.isdigit()):
+        raise ConfigError(f"--group-blocks is {printable(group_blocks)!r}; type a whole number, or auto")
+    if write_policy not in {"through", "back"}:
+        raise ConfigError(f"--write-policy is {printable(write_policy)!r}; type through or back")
+    if trace is not None and not trace.absolute().parent.is_dir():
+        raise ConfigError(f"--trace: {trace.absolute().parent} is no directory; make it, or type another file")
+
+
+def _read_document(name: str | None) -> str | None:
+    """Return the document's text, None for the default one.
+
+    Raises: ConfigError if it cannot be read, is empty, no text or too long.
+    """
+    if name is None:
+        return None
+    try:
+        if name == "-":
+            raw = sys.stdin.buffer.read(DOCUMENT_BYTES_MAX + 1)
+        else:
+            with Path(name).open("rb") as file:
+                raw = file.read(DOCUMENT_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"--document {name}: {error.strerror}; type the path of a text file, or -") from None
+    if len(raw) > DOCUMENT_BYTES_MAX:
+        raise ConfigError(f"--document {name} is larger than {format_bytes(DOCUMENT_BYTES_MAX)}; give a shorter text")
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--document {name} is no UTF-8 text: byte {error.start}; convert it first") from None
+    if not text.strip():
+        raise ConfigError(f"--document {name} is empty: there is nothing to ask about")
+    return text
+
+
+def _default_document(loaded: LoadedModel) -> str:
+    """Return the beginning of the reference texts that ship with Python, cut to a number of tokens."""
+    from pydoc_data import topics
+
+    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
+    limit = min(DOCUMENT_TOKENS, loaded.max_positions // 2)
+    ids = loaded.tokenizer(text[: limit * 8], add_special_tokens=False).input_ids[:limit]
+    return str(loaded.tokenizer.decode(ids))
+
+
+def _questions(ask: list[str] | None, *, chat: bool, has_document: bool) -> list[Any]:
+    if chat:
+        return [_lines()]
+    if ask:
+        return [ask]
+    if has_document:
+        return [["Summarise this text in two sentences."]]
+    return [list(questions) for questions in DEFAULT_QUESTIONS]
+
+
+def _lines() -> Iterator[str]:
+    """Yield what is typed, a line a turn, until end of file or an empty line."""
+    while True:
+        if sys.stdin.isatty():
+            print("\nAsk (an empty line ends): ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line.strip():
+            return
+        yield line.strip()
+
+
+def _store_options(
+    loaded: LoadedModel, text: str, sizes: dict[str, int], directory: Path, *, max_new_tokens: int, **rest: Any
+) -> StoreOptions:
+    """Fill in budgets that were not given, from the KV of the document: a tenth on the device, half in DRAM."""
+    from kvtide.integrations.transformers import PREFILL_TOKENS, StoreOptions
+
+    num_tokens = len(loaded.tokenizer(text, add_special_tokens=False).input_ids) + 4 * (max_new_tokens + 64)
+    num_tokens = min(num_tokens, loaded.max_positions)
+    shape = KVShape.of(loaded.spec, loaded.dtype)
+    whole_bytes = num_tokens * shape.bytes_per_token
+    layer_bytes = max(layer.token_bytes for layer in shape.layers) * (num_tokens + 1024)
+    dram_least = (2 * PREFILL_TOKENS + 2048) * shape.bytes_per_token
+    return StoreOptions(
+        device_bytes=sizes["device"] or max(whole_bytes // 10, 2 * layer_bytes),
+        dram_bytes=sizes["dram"] or max(whole_bytes // 2, dram_least),
+        disk_bytes=sizes["disk"],
+        directory=directory,
+        **rest,
+    )
+
+
+def _fast_dtype() -> str | None:
+    """Return fp32 on a CPU without bf16 arithmetic, where bf16 is several times slower; else None, the model's own."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    return None if has_bf16 else "fp32"
+
+
+def _cache_dir() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "kvtide" / "models"
+
+
+@contextmanager
+def _waiting(console: Console, what: str) -> Iterator[None]:
+    with console.status(f"{what} ...") if console.is_terminal else _nothing():
+        yield
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+class _Show:
+    """What a person sees while turns run."""
+
+    def __init__(self, console: Console, *, is_quiet: bool) -> None:
+        self._console, self._is_quiet = console, is_quiet
+        self._progress: Progress | None = None
+        self._task: Any = None
+
+    def line(self, text: str) -> None:
+        if not self._is_quiet:
+            self._console.print(text, markup=False, soft_wrap=True)
+
+    def opening(self, store: KvStore) -> None:
+        options, layout = store.options, store.layout
+        where = "no file tier"
+        if store.namespace is not None:
+            kind = "direct I/O" if store.namespace.is_direct else "through the page cache"
+            where = f"{store.namespace.path} ({store.namespace.engine_name}, {kind})"
+        self.line(
+            f"{store.loaded.name} in {store.loaded.dtype.value}: {layout.shape.bytes_per_token} B of KV a token, "
+            f"groups of {layout.tokens_per_group} tokens, {format_bytes(layout.fragment_bytes[0])} a layer"
+        )
+        self.line(
+            f"device {format_bytes(options.device_bytes)}, DRAM {format_bytes(options.dram_bytes)}, "
+            f"file {format_bytes(options.disk_bytes)}: {where}"
+        )
+
+    def text(self, piece: str) -> None:
+        if not self._is_quiet:
+            self._stop_progress()
+            self._console.print(printable(piece, keep="\n\t"), end="", markup=False, soft_wrap=True)
+
+    def prefill(self, done: int, total: int) -> None:
+        if self._is_quiet or not self._console.is_terminal:
+            return
+        if self._progress is None:
+            columns = (TextColumn("prefill"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=self._console, transient=True)
+            self._task = self._progress.add_task("prefill", total=total)
+            self._progress.start()
+        self._progress.update(self._task, completed=done)
+
+    def _stop_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def turn(self, runner: TurnRunner, conversation: Conversation, question: str, index: int) -> Turn:
+        self.line(f"\n[{index + 1}] {printable(question)}")
+        try:
+            turn = runner.run(conversation, question, index=index)
+        finally:
+            self._stop_progress()
+        self.line("")
+        return turn
+
+    def summary(self, store: KvStore, turns: list[Turn], *, verify: bool) -> None:
+        from kvtide.report.turns import tier_table, turn_table, verdict
+
+        width = None if self._console.is_terminal else 160
+        console = Console(highlight=False, width=width)
+        console.print()
+        console.print(turn_table(turns, store.layout.shape.bytes_per_token))
+        console.print(tier_table(store.cache.usage(), str(store.options.directory)))
+        for sentence in verdict(turns):
+            console.print(sentence)
+        if store.cache.num_refused:
+            console.print(f"{store.cache.num_refused} groups were not stored: the file tier was full or refused them.")
+        if verify:
+            equal = all(turn.tokens_equal for turn in turns)
+            worst = max((turn.logits_diff_max or 0.0 for turn in turns), default=0.0)
+            word = "equal" if equal else "NOT equal"
+            console.print(
+                f"Verified against transformers' own cache: tokens {word}, logits differ by at most {worst:g}."
+            )
+
+
+def _report(store: KvStore, turns: list[Turn], *, verify: bool) -> dict[str, Any]:
+    from kvtide.report.turns import verdict
+
+    report: dict[str, Any] = {
+        "label": "measured",
+        "model": store.loaded.name,
+        "dtype": store.loaded.dtype.value,
+        "bytes_per_token": store.layout.shape.bytes_per_token,
+        "block_tokens": store.layout.block_tokens,
+        "group_blocks": store.layout.group_blocks,
+        "engine": store.namespace.engine_name if store.namespace else None,
+        "is_direct": store.namespace.is_direct if store.namespace else None,
+        "turns": [dataclasses.asdict(turn) for turn in turns],
+        "tiers": {name: dataclasses.asdict(stats) for name, stats in store.cache.usage().items()},
+        "num_refused": store.cache.num_refused,
+        "verdict": verdict(turns),
+    }
+    if verify:
+        report["tokens_equal"] = all(turn.tokens_equal for turn in turns)
+        report["logits_diff_max"] = max((turn.logits_diff_max or 0.0 for turn in turns), default=0.0)
+    return report

@@ -1,0 +1,86 @@
+"""Tables and sentences of a measured run. Values in, rich renderables out; measures nothing itself."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from kvtide.integrations.transformers.turns import Phase, Turn
+from kvtide.tiers.contract import TierStats
+from kvtide.units import format_bytes, format_ns
+
+SMALL_BYTES = 64 << 10  # below this, drives are limited by operations rather than bytes (docs: io model)
+BOUND_SHARE = 0.5
+
+
+def turn_table(turns: list[Turn], bytes_per_token: int) -> Table:
+    """Return one row a turn."""
+    table = Table(title="Turns (measured)", title_justify="left")
+    names = ["", "prompt", "matched", "device", "dram", "file", "TTFT", "ITL p50", "ITL p99", "ops", "mean size"]
+    for name in [*names, "mean depth", "read", "written", "read/write"]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for turn in turns:
+        read = turn.prefill.read_bytes + turn.decode.read_bytes
+        written = turn.prefill.written_bytes + turn.decode.written_bytes
+        num_ops = turn.prefill.num_ops + turn.decode.num_ops
+        weight = max(1, num_ops)
+        depth = (turn.prefill.depth_mean * turn.prefill.num_ops + turn.decode.depth_mean * turn.decode.num_ops) / weight
+        tiers = [str(round(turn.matched_bytes.get(name, 0) / bytes_per_token)) for name in ("device", "dram", "file")]
+        table.add_row(
+            f"{turn.conversation + 1}",
+            str(turn.prompt_tokens),
+            str(turn.matched_tokens),
+            *tiers,
+            format_ns(turn.ttft_ns),
+            format_ns(turn.itl_ns_p50),
+            format_ns(turn.itl_ns_p99),
+            str(num_ops),
+            format_bytes((read + written) // weight) if num_ops else "-",
+            f"{depth:.1f}",
+            f"{read / 2**20:.1f} MiB",
+            f"{written / 2**20:.1f} MiB",
+            f"{read / written:.1f}" if written else "-",
+        )
+    return table
+
+
+def tier_table(usage: dict[str, TierStats], path: str) -> Table:
+    """Return one row a tier."""
+    table = Table(title="Tiers now", title_justify="left")
+    for name in ("tier", "capacity", "used", "read", "written", "corrupt", "failed", "where"):
+        table.add_column(name, justify="left" if name in {"tier", "where"} else "right")
+    for name, stats in usage.items():
+        moved = [format_bytes(stats.read_bytes), format_bytes(stats.written_bytes)] if name == "file" else ["-", "-"]
+        table.add_row(
+            name,
+            format_bytes(stats.capacity_bytes),
+            format_bytes(stats.used_bytes),
+            *moved,
+            str(stats.num_corrupt),
+            str(stats.num_failed),
+            path if name == "file" else "memory",
+        )
+    return table
+
+
+def verdict(turns: list[Turn]) -> list[str]:
+    """Return one sentence a phase: what the time went into."""
+    return [
+        _sentence("Prefill", [turn.prefill for turn in turns]),
+        _sentence("Decode", [turn.decode for turn in turns]),
+    ]
+
+
+def _sentence(name: str, phases: list[Phase]) -> str:
+    total = max(1, sum(phase.total_ns for phase in phases))
+    share = sum(phase.wait_ns for phase in phases) / total
+    read = sum(phase.read_bytes for phase in phases)
+    num_ops = max(1, sum(phase.num_ops for phase in phases))
+    size = sum(phase.op_bytes_mean * phase.num_ops for phase in phases) / num_ops
+    depth = sum(phase.depth_mean * phase.num_ops for phase in phases) / num_ops
+    if share < BOUND_SHARE:
+        return f"{name} was bound by computing: the model stood still for KV {share:.0%} of the time."
+    kind = "small operations" if size < SMALL_BYTES else "bytes"
+    return (
+        f"{name} was bound by moving KV ({share:.0%} of the time), limited by {kind}: "
+        f"{format_bytes(read)} read, {format_bytes(int(size))} an operation at a mean depth of {depth:.1f}."
+    )

@@ -1,0 +1,1 @@
+"""Where KV is kept: memory, files; one contract."""

