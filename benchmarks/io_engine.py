@@ -1,7 +1,9 @@
 """Is our io_uring engine as fast as fio's? Random direct reads, size by depth, in turns on one file.
 
 Two fio runs stand beside ours: `fio` with its defaults, and from depth 32 on `fio batched`, which submits and reaps
-in eighths of the depth as our engine does. The plain baseline is an `os.preadv` loop, which is depth 1.
+in eighths of the depth as our engine does. The plain baseline is an `os.preadv` loop, which is depth 1. Our buffers
+are numpy arrays, which ask for huge pages from 4 MiB on; fio's come from malloc, so at large sizes part of the CPU
+ratio is page pinning, not the engine.
 """
 
 from __future__ import annotations

@@ -107,6 +107,7 @@ class FileTier:
         self._stats = TierStats(capacity_bytes=num_slots * layout.slot_bytes)
         self._offsets = np.array(layout.fragment_offset, np.uint64)
         self._lengths = np.array(layout.fragment_padded_bytes, np.uint32)
+        self._views = [(ctypes.c_uint8 * length).from_address for length in layout.fragment_padded_bytes]
 
     # Opening
 
@@ -164,25 +165,23 @@ class FileTier:
         present = np.flatnonzero(slots >= 0)
         slots, wanted = slots[present], requests[present]
         batch = self._fragment_ops(slots, wanted["layer"], wanted["address"], READ)
-        merged = merge(batch, bytes_max=OP_BYTES_MAX)
+        merged = self._begin(batch)
         order = np.argsort(merged.part_of, kind="stable")
         bounds = np.searchsorted(merged.part_of[order], np.arange(len(merged.batch) + 1))
-        self._engine.submit(merged.batch)
         outstanding = len(merged.batch)
         while outstanding:
             completions = self._engine.reap(1)
             outstanding -= len(completions)
             self._record(merged, completions, bounds, order, slots, wanted["layer"], cause)
-            for tag, length, error in zip(
-                completions["tag"].tolist(), completions["length"].tolist(), completions["error"].tolist(), strict=True
-            ):
-                parts = order[bounds[tag] : bounds[tag + 1]]
-                if error or length != int(merged.batch["length"][tag]):
-                    statuses[present[parts]] = FAILED
-                    self._stats.num_failed += len(parts)
-                else:
-                    self._stats.read_bytes += length
-                    statuses[present[parts]] = self._verify(slots[parts], wanted[parts])
+            tags = completions["tag"].astype(np.int64)
+            whole = (completions["error"] == 0) & (completions["length"] == merged.batch["length"][tags])
+            parts = np.concatenate([order[bounds[tag] : bounds[tag + 1]] for tag in tags.tolist()])
+            is_whole = np.repeat(whole, bounds[tags + 1] - bounds[tags])
+            lost, moved = parts[~is_whole], parts[is_whole]
+            statuses[present[lost]] = FAILED
+            statuses[present[moved]] = self._verify(slots[moved], wanted[moved])
+            self._stats.num_failed += len(lost)
+            self._stats.read_bytes += int(completions["length"][whole].sum())
         self._stats.num_reads += len(merged.batch)
         self._drop_slots(slots[statuses[present] == CORRUPT])
         return statuses
@@ -282,11 +281,12 @@ class FileTier:
             good[stale] = self._run(self._header_ops(slots[stale], pages, WRITE), "metadata", slots[stale])
             self.table.has_header[slots[stale[good[stale]]]] = False
         layers = np.tile(np.arange(num_layers), num)
-        checksums = self._checksums(layers, addresses.ravel()).reshape(num, num_layers)
         rows = np.flatnonzero(good)
-        layers = layers[: len(rows) * num_layers]
-        batch = self._fragment_ops(np.repeat(slots[rows], num_layers), layers, addresses[rows].ravel(), WRITE)
-        done = self._run(batch, cause, np.repeat(slots[rows], num_layers), layers)
+        wanted = layers[: len(rows) * num_layers]
+        batch = self._fragment_ops(np.repeat(slots[rows], num_layers), wanted, addresses[rows].ravel(), WRITE)
+        merged = self._begin(batch)
+        checksums = self._checksums(layers, addresses.ravel()).reshape(num, num_layers)  # while the drive is busy
+        done = self._finish(merged, cause, np.repeat(slots[rows], num_layers), wanted)
         good[rows] = done.reshape(len(rows), num_layers).all(axis=1)
         sequences = np.arange(self._sequence + 1, self._sequence + 1 + num, dtype=np.uint64)
         self._sequence += num
@@ -297,16 +297,24 @@ class FileTier:
         good[rows] = self._run(self._header_ops(slots[rows], header_pages, WRITE), "metadata", slots[rows])
         return good, sequences, checksums
 
-    def _run(
-        self,
-        batch: Batch,
-        cause: Cause,
-        slots: npt.NDArray[np.int64],
-        layers: npt.NDArray[np.integer] | None = None,
-    ) -> npt.NDArray[np.bool_]:
-        """Do every operation, merged where they touch, and say which went well. Shapes: batch, slots, layers [n]."""
+    def _run(self, batch: Batch, cause: Cause, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Do every operation and say which went well. Shapes: batch, slots [n]."""
+        return self._finish(self._begin(batch), cause, slots, None)
+
+    def _begin(self, batch: Batch) -> Merged:
+        """Hand over every operation, merged where they touch."""
         merged = merge(batch, bytes_max=OP_BYTES_MAX)
         self._engine.submit(merged.batch)
+        return merged
+
+    def _finish(
+        self,
+        merged: Merged,
+        cause: Cause,
+        slots: npt.NDArray[np.int64],
+        layers: npt.NDArray[np.integer] | None,
+    ) -> npt.NDArray[np.bool_]:
+        """Wait for what was begun and say which operations went well. Shapes: slots, layers, result [n]."""
         good = np.zeros(len(merged.batch), np.bool_)
         order = np.argsort(merged.part_of, kind="stable")
         bounds = np.searchsorted(merged.part_of[order], np.arange(len(merged.batch) + 1))
@@ -317,8 +325,8 @@ class FileTier:
             tags = completions["tag"].astype(np.int64)
             good[tags] = (completions["error"] == 0) & (completions["length"] == merged.batch["length"][tags])
             self._record(merged, completions, bounds, order, slots, layers, cause)
-        num_bytes, is_write = int(merged.batch["length"][good].sum()), bool(len(batch) and batch["kind"][0] == WRITE)
-        if is_write:
+        num_bytes, kinds = int(merged.batch["length"][good].sum()), merged.batch["kind"]
+        if len(kinds) and kinds[0] == WRITE:
             self._stats.num_writes += len(merged.batch)
             self._stats.written_bytes += num_bytes
         else:
@@ -328,13 +336,8 @@ class FileTier:
 
     def _checksums(self, layers: npt.NDArray[np.integer], addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         """Return the xxh3-64 of each fragment in memory, padding included."""
-        sums = np.empty(len(addresses), np.uint64)
-        lengths = self._lengths[layers]
-        for length in np.unique(lengths).tolist():
-            rows = np.flatnonzero(lengths == length)
-            views = map((ctypes.c_uint8 * length).from_address, addresses[rows].tolist())
-            sums[rows] = list(map(xxhash.xxh3_64_intdigest, views))
-        return sums
+        views = (self._views[layer](at) for layer, at in zip(layers.tolist(), addresses.tolist(), strict=True))
+        return np.fromiter(map(xxhash.xxh3_64_intdigest, views), np.uint64, len(addresses))
 
     def _verify(self, slots: npt.NDArray[np.int64], requests: npt.NDArray[np.void]) -> Statuses:
         found = self._checksums(requests["layer"], requests["address"])

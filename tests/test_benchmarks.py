@@ -1,0 +1,68 @@
+"""Every benchmark runs, in its smallest form, and says where its figures come from. No figure is judged here."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = sorted((Path(__file__).parent.parent / "benchmarks").glob("[a-z]*.py"))
+ENVIRONMENT = {"machine", "kernel", "python", "numpy", "filesystem", "mount_options", "drive", "commit", "date"}
+TIMEOUT_S = 300  # a machine that others use, too
+
+
+def _params() -> list[object]:
+    params = []
+    for path in BENCHMARKS:
+        text = path.read_text()
+        marks = [pytest.mark.model] if "from _model import" in text else []
+        if "fio" in text:
+            absent = shutil.which("fio") is None
+            marks.append(pytest.mark.skipif(absent, reason="fio is not installed (apt install fio)"))
+        params.append(pytest.param(path, id=path.stem, marks=marks))
+    return params
+
+
+@pytest.mark.parametrize("path", _params())
+def test_smoke(path: Path, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    command = [sys.executable, str(path), "--smoke", "--json", "-o", str(out), "--dir", str(tmp_path / "files")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    if result.get("result") == "skipped":
+        pytest.skip(result["reason"])
+    assert result["benchmark"] == path.stem
+    assert result["environment"].keys() >= ENVIRONMENT
+    assert all(result["environment"][name] not in (None, "") for name in ENVIRONMENT)
+    assert {"seed", "repeats"} <= result.keys()
+    nodes = list(_dicts(result))
+    assert any("measured" in (node.get("label"), node.get("result")) for node in nodes)
+    medians = [node["median"] for node in nodes if {"median", "p99", "spread"} <= node.keys()]
+    assert medians, "there are no figures"
+    assert all(math.isfinite(value) for value in medians)
+    assert any(value > 0 for value in medians)
+    printed = json.loads(done.stdout)
+    assert printed["environment"].keys() >= ENVIRONMENT
+    left = [found for found in (tmp_path / "files").rglob("*") if found.is_file()]
+    assert not left, "a benchmark takes its files away"
+
+
+def test_there_are_benchmarks() -> None:
+    assert BENCHMARKS
+
+
+def _dicts(value: object) -> Iterator[dict[str, object]]:
+    if isinstance(value, dict):
+        yield value
+        for part in value.values():
+            yield from _dicts(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _dicts(part)
