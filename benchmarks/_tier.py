@@ -19,10 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.blocks import KEY
-from kvtide.io.ops import PAGE_BYTES
+from kvtide.io.ops import OP, PAGE_BYTES, READ
+from kvtide.io.schedule import Merged, merge
 from kvtide.spec import Identity, KVShape, SlotLayout
 from kvtide.spec.presets import preset
 from kvtide.tiers.contract import OK, READ_REQUEST, GroupRecords
+from kvtide.tiers.file import OP_BYTES_MAX
 from kvtide.tiers.memory import FramePool
 from kvtide.tiers.namespace import OpenNamespace, open_namespace
 
@@ -89,6 +91,23 @@ class Prefix:
         made["row"], made["layer"] = np.arange(self.num_groups)[:, None], layers
         made["address"] = self.addresses[:, layers]
         return made.ravel()
+
+    def joined(self) -> Merged:
+        """Return the operations that read every layer, joined as the tier joins them."""
+        layout, table = self.layout, self.tier.table
+        slot_of = {key: slot for slot, key in enumerate(table.keys.tolist()) if table.used[slot]}
+        slots = np.array([slot_of[key] for key in self.records.keys.tolist()])
+        batch = np.zeros(self.addresses.size, OP)
+        batch["fd"], batch["kind"], batch["address"] = self.namespace.fd, READ, self.addresses.ravel()
+        starts = PAGE_BYTES + slots[:, None] * layout.slot_bytes + np.array(layout.fragment_offset)
+        batch["offset"], batch["length"] = starts.ravel(), np.tile(layout.fragment_padded_bytes, len(slots))
+        return merge(batch, bytes_max=OP_BYTES_MAX)
+
+    def read_unverified(self) -> None:
+        """Let the engine alone do the operations of a read: no checksums, no tier."""
+        merged, engine = self.joined(), self.namespace.engine
+        engine.submit(merged.batch)
+        assert not engine.reap(len(merged.batch))["error"].any(), "an operation failed"
 
     def read(self, requests: npt.NDArray[np.void]) -> None:
         """Read, and see that every fragment came and was verified."""

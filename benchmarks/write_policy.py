@@ -37,7 +37,7 @@ def main() -> int:
     add_dtype(made)
     args = made.parse_args()
     if args.smoke:
-        args.tokens, args.new_tokens, args.repeats, args.dram = min(args.tokens, 100), 4, 1, "24MiB"
+        args.tokens, args.new_tokens, args.repeats, args.dram = min(args.tokens, 40), 3, 1, "24MiB"
     try:
         loaded = embedded(args.dtype)
     except UnsupportedError as refused:
@@ -58,7 +58,8 @@ def measure(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
     root = args.dir / "write_policy"
     runs: dict[Policy, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
     try:
-        run(loaded, root, "through", args)  # the first run warms the model up
+        if not args.smoke:
+            run(loaded, root, "through", args)  # the first run warms the model up
         for repeat in range(args.repeats):
             for policy in POLICIES if repeat % 2 == 0 else POLICIES[::-1]:
                 runs[policy].append(run(loaded, root, policy, args))

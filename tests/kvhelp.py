@@ -1,4 +1,4 @@
-"""Small geometry and a stand-in for a model: KV that is a function of the tokens before it, so right bytes are known."""
+"""Small geometry and a stand-in for a model: KV that is a function of the tokens before it, so it can be checked."""
 
 from __future__ import annotations
 

@@ -386,3 +386,11 @@ def test_no_fault_gives_wrong_bytes_or_leaks_a_slot(faults: Faults, seed: int) -
         if set(found) == {OK}:
             assert GROUPS.version_of(key, parts, versions[key]) is not None
     check_slots(calm)
+
+
+def test_a_slot_whose_header_cannot_be_read_is_wiped_before_use() -> None:
+    drive = SimDrive(MODEL)
+    GROUPS.write(sim_tier(drive, LAYOUT, 3), KEYS[:3], [0] * 3)
+    blind = sim_tier(drive, LAYOUT, 3, Faults(eio=1.0))
+    assert (blind.stats().num_groups, blind.stats().num_failed) == (0, 3)
+    assert blind.table.has_header.all()

@@ -124,6 +124,7 @@ class FileTier:
             batch = self._header_ops(slots, pages, READ)
             good = self._run(batch, "metadata", slots)
             self._stats.num_failed += int((~good).sum())
+            self.table.has_header[slots[~good]] = True  # for all we know
             decoded = self._codec.decode(pages[: len(slots)])
             self.adopt(slots, decoded, decoded.valid & good)
 
