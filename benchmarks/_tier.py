@@ -146,6 +146,15 @@ def timed(body: Callable[[], object], num_bytes: int) -> Run:
     return Run(num_bytes, seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
 
+def can_pin(path: Path, *, depth: int, is_direct: bool) -> bool:
+    """Say whether fio may lock the memory that fixed buffers need here, by trying."""
+    try:
+        run_fio(path, "read", num_bytes=MIB, depth=depth, is_direct=is_direct, is_fixed=True)
+    except subprocess.CalledProcessError:
+        return False
+    return True
+
+
 def has_fio() -> bool:
     """Say whether fio is there, and on standard error if not."""
     if shutil.which("fio") is None:
@@ -159,8 +168,11 @@ def fio_version() -> str:
     return subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def run_fio(path: Path, kind: str, *, num_bytes: int, depth: int, is_direct: bool) -> Run:
-    """Read or write `num_bytes` of the file from its beginning, 1 MiB at a time, with fio's io_uring engine."""
+def run_fio(path: Path, kind: str, *, num_bytes: int, depth: int, is_direct: bool, is_fixed: bool = False) -> Run:
+    """Read or write `num_bytes` of the file from its beginning, 1 MiB at a time, with fio's io_uring engine.
+
+    It goes through the file twice, so that its start weighs less. With `is_fixed` buffers and file are registered.
+    """
     command = [
         "fio",
         "--name=sequential",
@@ -168,11 +180,13 @@ def run_fio(path: Path, kind: str, *, num_bytes: int, depth: int, is_direct: boo
         f"--rw={kind}",
         "--bs=1M",
         f"--size={num_bytes // MIB * MIB}",
+        "--loops=2",
         f"--iodepth={depth}",
         f"--direct={int(is_direct)}",
         "--ioengine=io_uring",
         "--output-format=json",
         *(["--readonly"] if kind == "read" else []),
+        *(["--fixedbufs", "--registerfiles"] if is_fixed else []),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     job = json.loads(done.stdout)["jobs"][0]

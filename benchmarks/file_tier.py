@@ -1,8 +1,8 @@
 """Does the file tier read a long prefix as fast as the disk gives it, every byte verified?
 
 All layers of a prefix are read through `FileTier.read` into preallocated frames, in turns with fio's sequential reads
-of 1 MiB of the same file (depth 8 and 32, io_uring, O_DIRECT) and with our engine alone. fio and the engine alone
-verify nothing. Then the same for writing, in calls of a few groups as the cache makes them.
+of 1 MiB of the same file (depth 8 and 32, io_uring, O_DIRECT, plain and fixed buffers) and with our engine alone. fio
+and the engine alone verify nothing. Then the same for writing, in calls of a few groups as the cache makes them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import xxhash
 
 from _bench import RESULTS, environment, parser, summary, warnings_of, write_result
-from _tier import Prefix, Run, fio_version, has_fio, run_fio, timed
+from _tier import Prefix, Run, can_pin, fio_version, has_fio, run_fio, timed
 from kvtide.spec import KVShape, auto_group_blocks
 from kvtide.spec.presets import preset
 
@@ -28,6 +29,7 @@ GOAL = 0.9
 def main() -> int:
     """Measure and report."""
     made = parser(__doc__ or "")
+    made.set_defaults(repeats=4)
     made.add_argument("--model", default="smollm2-135m", help="whose KV geometry, in bf16: a name of `kvtide size`")
     made.add_argument("--tokens", type=int, default=32768, help="length of the prefix")
     made.add_argument("--group-blocks", type=int, default=None, help="blocks of 16 tokens stored together")
@@ -114,10 +116,12 @@ def ways_of(prefix: Prefix, kind: str, scratch: Any, *, uses_fio: bool) -> dict[
     if is_read:
         ways["engine alone"] = lambda: timed(prefix.read_unverified, num_bytes)
     path = prefix.data_path if is_read else scratch
+    has_fixed = uses_fio and can_pin(prefix.data_path, depth=max(DEPTHS), is_direct=is_direct)
     for depth in DEPTHS if uses_fio else ():
-        ways[f"fio depth {depth}"] = lambda depth=depth: run_fio(  # type: ignore[misc]
-            path, kind, num_bytes=num_bytes, depth=depth, is_direct=is_direct
-        )
+        for is_fixed in (False, True) if has_fixed else (False,):
+            ways[f"fio depth {depth}{' fixed' if is_fixed else ''}"] = partial(
+                run_fio, path, kind, num_bytes=num_bytes, depth=depth, is_direct=is_direct, is_fixed=is_fixed
+            )
     return ways
 
 
@@ -147,11 +151,12 @@ def figures(runs: dict[str, list[Run]]) -> dict[str, Any]:
         rates, cpu = [run.mib_per_s for run in found], [run.cpu_s_per_gib for run in found]
         ways[name] = {"mib_per_s": summary(rates), "cpu_s_per_gib": summary(cpu), "mib_per_s_runs": rates}
     ours, others = ways["ours"], {name: way for name, way in ways.items() if name.startswith("fio")}
+    alone = ways.get("engine alone", ours)["mib_per_s"]["median"]
+    base = {"ways": ways, "ratio_to_engine": ours["mib_per_s"]["median"] / alone}
     if not others:
-        return {"ways": ways}
+        return base
     best = max(others, key=lambda name: others[name]["mib_per_s"]["median"])
-    return {
-        "ways": ways,
+    return base | {
         "best_fio": best,
         "ratio": ours["mib_per_s"]["median"] / others[best]["mib_per_s"]["median"],
         "cpu_ratio": ours["cpu_s_per_gib"]["median"] / max(others[best]["cpu_s_per_gib"]["median"], 1e-9),
@@ -161,12 +166,12 @@ def figures(runs: dict[str, list[Run]]) -> dict[str, Any]:
 def show(payload: dict[str, Any]) -> None:
     """Print the medians and ratios."""
     print(f"measured: {payload['num_tokens']} tokens of {payload['model']}, {payload['access']}, {payload['engine']}")
-    print(f"{'':6}{'way':14}{'MiB/s':>8}{'lowest':>8}{'spread':>8}{'CPU s/GiB':>11}")
+    print(f"{'':6}{'way':20}{'MiB/s':>8}{'lowest':>8}{'spread':>8}{'CPU s/GiB':>11}")
     for kind in ("read", "write"):
         for name, way in payload[kind]["ways"].items():
             rate = way["mib_per_s"]
             print(
-                f"{kind:6}{name:14}{rate['median']:8.0f}{min(way['mib_per_s_runs']):8.0f}{rate['spread']:8.0%}"
+                f"{kind:6}{name:20}{rate['median']:8.0f}{min(way['mib_per_s_runs']):8.0f}{rate['spread']:8.0%}"
                 f"{way['cpu_s_per_gib']['median']:11.2f}"
             )
         if "ratio" in payload[kind]:

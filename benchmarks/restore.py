@@ -1,7 +1,7 @@
 """How much sooner does the first token come when a prompt's KV is restored from the file tier?
 
-Three ways in turns, on one loaded model: `restored` opens a new store on a directory that holds the KV, as after a
-restart; `recomputed` is the same prompt on an empty directory; `transformers` is the library's own DynamicCache.
+Three ways in turns, on one loaded model: `recomputed` runs the prompt on an empty directory and leaves its KV there;
+`restored` opens a new store on that directory, as after a restart; `transformers` is the library's own DynamicCache.
 Time to first token runs from the prompt to its first token; opening the store is counted apart.
 """
 
@@ -12,7 +12,6 @@ import json
 import shutil
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from _bench import RESULTS, environment, parser, summary, warnings_of, write_result
@@ -23,6 +22,7 @@ from kvtide.integrations.transformers.turns import TurnOptions, reference_output
 
 GOAL = 10.0
 RESTORED_NUM = 3  # of them a round: they are short
+WARM_TOKENS = 100  # of a first run that warms the model up
 
 
 def main() -> int:
@@ -51,32 +51,24 @@ def main() -> int:
 def measure(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
     """Return the whole result."""
     args.dir.mkdir(parents=True, exist_ok=True)
-    kept, fresh = args.dir / "restore.kept", args.dir / "restore.fresh"
+    root = args.dir / "restore"
     tokens = tokens_of(loaded, args.tokens)
-    kept_options = options_of(loaded, kept, num_tokens=args.tokens)
-    fresh_options = options_of(loaded, fresh, num_tokens=args.tokens)
-    runs: dict[str, list[dict[str, Any]]] = {"restored": [], "recomputed": [], "transformers": []}
+    options = options_of(loaded, root, num_tokens=args.tokens)
+    runs: dict[str, list[dict[str, Any]]] = {"recomputed": [], "restored": [], "transformers": []}
     try:
-        empty(kept)
-        first = run_store(loaded, kept_options, tokens)  # fills the directory, and warms the model up
-        run_store(loaded, kept_options, tokens)
+        shutil.rmtree(root, ignore_errors=True)
+        run_store(loaded, options, tokens[:WARM_TOKENS])
         for repeat in range(args.repeats):
-            for way in list(runs) if repeat % 2 == 0 else list(runs)[::-1]:
-                if way == "restored":
-                    runs[way] += [
-                        run_store(loaded, kept_options, tokens) for _ in range(1 if args.smoke else RESTORED_NUM)
-                    ]
-                elif way == "recomputed":
-                    empty(fresh)
-                    runs[way].append(run_store(loaded, fresh_options, tokens))
-                else:
-                    runs[way].append(run_reference(loaded, tokens))
+            reference = [run_reference(loaded, tokens)] if repeat % 2 else []
+            shutil.rmtree(root)
+            runs["recomputed"].append(run_store(loaded, options, tokens))  # and fills the directory
+            runs["restored"] += [run_store(loaded, options, tokens) for _ in range(1 if args.smoke else RESTORED_NUM)]
+            runs["transformers"] += reference or [run_reference(loaded, tokens)]
             print(f"round {repeat + 1} of {args.repeats}", file=sys.stderr)
     finally:
-        empty(kept)
-        empty(fresh)
+        shutil.rmtree(root, ignore_errors=True)
     one = runs["restored"][0]
-    least = args.tokens - 1 - kept_options.block_tokens  # an unfilled last block is found only if it ends where it did
+    least = args.tokens - 1 - options.block_tokens  # an unfilled last block is found only if it ends where it did
     assert all(run["matched_tokens"] > least for run in runs["restored"]), "not all KV was restored"
     assert not any(run["matched_tokens"] for run in runs["recomputed"]), "some KV was not computed again"
     ways = {name: figures(found) for name, found in runs.items()}
@@ -90,8 +82,8 @@ def measure(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
         "num_tokens": args.tokens,
         "matched_tokens": one["matched_tokens"],
         "restored_bytes": one["file_bytes"],
-        "device_bytes": kept_options.device_bytes,
-        "dram_bytes": kept_options.dram_bytes,
+        "device_bytes": options.device_bytes,
+        "dram_bytes": options.dram_bytes,
         "smoke": args.smoke,
         "seed": args.seed,
         "repeats": args.repeats,
@@ -99,16 +91,11 @@ def measure(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
         "ways": ways,
         "recomputed_over_restored": ttft["recomputed"] / ttft["restored"],
         "transformers_over_restored": ttft["transformers"] / ttft["restored"],
-        "same_first_token": len({run["token"] for found in [[first], *runs.values()] for run in found}) == 1,
+        "same_first_token": len({run["token"] for found in runs.values() for run in found}) == 1,
         "warnings": [
             line for name, found in runs.items() for line in warnings_of(name, [run["ttft_ms"] for run in found])
         ],
     }
-
-
-def empty(directory: Path) -> None:
-    """Remove a store."""
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 def run_store(loaded: LoadedModel, options: StoreOptions, tokens: list[int]) -> dict[str, Any]:

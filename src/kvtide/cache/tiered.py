@@ -314,14 +314,19 @@ class TieredCache:
     ) -> None:
         if self._recorder is None:
             return
-        event = np.zeros(1, OBJECT_EVENT)
         num_tokens = sum(len(sequence.tokens) for sequence in sequences)
-        event["time_ns"], event["wait_ns"] = started, waited_ns
-        event["sequence_id"], event["layer"] = sequences[0].sequence_id, layer
-        event["cause"], event["num_tokens"] = CAUSES.index(cause), num_tokens
-        event["wanted_bytes"] = num_tokens * self.layout.shape.layers[layer].token_bytes
-        event["dram_bytes"], event["file_bytes"] = counts.dram_bytes, counts.file_bytes
-        self._recorder.record_objects(event)
+        event = (
+            started,
+            sequences[0].sequence_id,
+            layer,
+            CAUSES.index(cause),
+            num_tokens,
+            num_tokens * self.layout.shape.layers[layer].token_bytes,
+            counts.dram_bytes,
+            counts.file_bytes,
+            waited_ns,
+        )
+        self._recorder.record_objects(np.array([event], OBJECT_EVENT))
 
 
 __all__ = ["CacheOptions", "Ids", "TieredCache"]

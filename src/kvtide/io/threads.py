@@ -89,10 +89,8 @@ class ThreadEngine:
         """Wait for every operation taken and end the threads. Idempotent."""
         if self._closed:
             return
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._done) == self._outstanding_num * COMPLETION.itemsize)
         self._closed = True
-        for _ in self._threads:
+        for _ in self._threads:  # the queue is first in, first out: every operation is done before a thread ends
             self._work.put(b"")
         for thread in self._threads:
             thread.join()

@@ -6,6 +6,7 @@ with every token of the turns before it, so that all of their KV can be reused.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -87,6 +88,7 @@ class Conversation:
 
     def __init__(self, loaded: LoadedModel, document: str) -> None:
         self.tokens: list[int] = []
+        self.reference = Reference()
         self._loaded, self._document = loaded, document
         self._messages: list[dict[str, str]] = []
         self._text = ""
@@ -177,10 +179,12 @@ class TurnRunner:
         turn.prefill = self._phase(mark, middle, first - started)
         turn.decode = self._phase(middle, self._mark(), ended - first)
         prompt = list(conversation.tokens)
-        answers = [output.sequences[0, len(prompt) :].tolist() for output in outputs]
-        turn.answer = conversation.answered(answers[0])
+        turn.answer = conversation.answered(outputs[0].sequences[0, len(prompt) :].tolist())
         if self._options.is_verified:
-            turn.tokens_equal, turn.logits_diff_max = self._verify(prompt, answers, outputs)
+            expected = conversation.reference.generate(
+                self._store.loaded.model, prompt, self._options, matched_tokens=turn.matched_tokens
+            )
+            turn.tokens_equal, turn.logits_diff_max = _compare(outputs, expected, len(prompt))
         return turn
 
     def _generate(self, session: Session) -> tuple[list[Any], Clockwork, tuple[int, int]]:
@@ -214,32 +218,48 @@ class TurnRunner:
             depth_mean=float(ops["depth"].mean()) if len(ops) else 0.0,
         )
 
-    def _verify(self, prompt: list[int], answers: list[list[int]], outputs: list[Any]) -> tuple[bool, float]:
-        """Run the same prompt on transformers' own cache, from nothing; compare tokens and logits."""
-        model = self._store.loaded.model
-        is_equal, diff_max = True, 0.0
-        for sample, (answer, output) in enumerate(zip(answers, outputs, strict=True)):
-            reference = reference_output(model, prompt, self._options, seed=sample)
-            expected = reference.sequences[0, len(prompt) :].tolist()
-            is_equal &= expected == answer
-            for ours, theirs, a, b in zip(output.logits, reference.logits, answer, expected, strict=False):
-                diff_max = max(diff_max, float((ours.float() - theirs.float()).abs().max()))
-                if a != b:  # from here on the two run on different tokens
-                    break
-        return is_equal, diff_max
+
+def _compare(outputs: list[Any], expected: list[Any], num_prompt: int) -> tuple[bool, float]:
+    """Say whether all tokens are equal, and how far logits differ until they are not."""
+    is_equal, diff_max = True, 0.0
+    for ours, theirs in zip(outputs, expected, strict=True):
+        a, b = (output.sequences[0, num_prompt:].tolist() for output in (ours, theirs))
+        is_equal &= a == b
+        for ours_logits, theirs_logits, ours_id, theirs_id in zip(ours.logits, theirs.logits, a, b, strict=False):
+            diff_max = max(diff_max, float((ours_logits.float() - theirs_logits.float()).abs().max()))
+            if ours_id != theirs_id:  # from here on the two run on different tokens
+                break
+    return is_equal, diff_max
 
 
-def reference_output(model: Any, prompt: list[int], options: TurnOptions, *, seed: int) -> Any:
-    """Return what transformers' own cache generates for `prompt`, prefilled in the same steps as a session's."""
-    cache = DynamicCache()
-    ids = torch.tensor([prompt], device=model.device)
-    start = 0
-    with torch.inference_mode():
-        while (end := next_prefill_end(start, len(prompt))) < len(prompt):
-            model(input_ids=ids[:, start:end], cache=cache, use_cache=True, logits_to_keep=1)
-            start = end
-    torch.manual_seed(seed)
-    return model.generate(ids, cache=cache, pad_token_id=0, **_how(options))
+class Reference:
+    """The same conversation on transformers' own cache, kept from turn to turn as people keep it."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._cache = DynamicCache()
+
+    def generate(self, model: Any, prompt: list[int], options: TurnOptions, *, matched_tokens: int) -> list[Any]:
+        """Return one output a sample, from steps of the same places as a session's that found `matched_tokens`."""
+        common = next((i for i, (a, b) in enumerate(zip(self._tokens, prompt, strict=False)) if a != b), None)
+        start = min(len(self._tokens) if common is None else common, matched_tokens)
+        excess = self._cache.get_seq_length() - start
+        if start and excess:
+            self._cache.crop(-excess)
+        elif not start:
+            self._cache = DynamicCache()
+        ids = torch.tensor([prompt], device=model.device)
+        with torch.inference_mode():
+            while (end := next_prefill_end(start, len(prompt))) < len(prompt):
+                model(input_ids=ids[:, start:end], cache=self._cache, use_cache=True, logits_to_keep=1)
+                start = end
+        outputs, caches = [], [self._cache]
+        caches += [copy.deepcopy(self._cache) for _ in range(options.num_samples - 1)]
+        for sample, cache in enumerate(caches):
+            torch.manual_seed(sample)
+            outputs.append(model.generate(ids, cache=cache, pad_token_id=0, **_how(options)))
+        self._tokens = outputs[0].sequences[0, :-1].tolist()
+        return outputs
 
 
 def _how(options: TurnOptions) -> dict[str, Any]:
