@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from _bench import environment, parser, summary, warnings_of, write_result
+from _bench import RESULTS, environment, parser, summary, warnings_of, write_result
 from kvtide.errors import UnsupportedError
 from kvtide.io.ops import OP, WRITE, address_of, aligned_buffer
 from kvtide.io.uring import REFILL_PARTS, UringEngine
@@ -71,7 +71,7 @@ def main() -> int:
         payload = measure(args)
     if args.json:
         print(json.dumps(payload, indent=1, default=str))
-    write_result("io_engine", payload, args.out)
+    write_result("io_engine", payload, args.out or (None if args.smoke else RESULTS / "io_engine.json"))
     return 0
 
 

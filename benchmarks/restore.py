@@ -18,7 +18,7 @@ from _bench import RESULTS, environment, parser, summary, warnings_of, write_res
 from _model import add_dtype, embedded, options_of, tokens_of, versions
 from kvtide.errors import UnsupportedError
 from kvtide.integrations.transformers import KvStore, LoadedModel, StoreOptions
-from kvtide.integrations.transformers.turns import TurnOptions, reference_output
+from kvtide.integrations.transformers.turns import Reference, TurnOptions
 
 GOAL = 10.0
 RESTORED_NUM = 3  # of them a round: they are short
@@ -127,7 +127,7 @@ def run_store(loaded: LoadedModel, options: StoreOptions, tokens: list[int]) -> 
 def run_reference(loaded: LoadedModel, tokens: list[int]) -> dict[str, Any]:
     """Run the prompt on transformers' own cache, in the same steps of prefill."""
     started = time.perf_counter_ns()
-    output = reference_output(loaded.model, tokens, TurnOptions(max_new_tokens=1), seed=0)
+    output = Reference().generate(loaded.model, tokens, TurnOptions(max_new_tokens=1), matched_tokens=0)[0]
     return {"ttft_ms": (time.perf_counter_ns() - started) / 1e6, "token": int(output.sequences[0, -1])}
 
 
