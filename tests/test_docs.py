@@ -25,7 +25,7 @@ def test_links_and_files_named_exist(path: Path) -> None:
 
 def test_every_option_the_readme_shows_exists() -> None:
     text = (ROOT / "README.md").read_text()
-    commands = re.findall(r"^\s*(?:\$ )?kvtide (\w+)((?: (?:ls|verify|drop))?)(.*)$", text, re.MULTILINE)
+    commands = re.findall(r"^ {4}kvtide (\w+)((?: (?:ls|verify|drop))?)(.*)$", text, re.MULTILINE)
     assert commands
     for command, sub, rest in commands:
         shown = CliRunner().invoke(app, [command, *sub.split(), "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
