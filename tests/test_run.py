@@ -45,9 +45,7 @@ def test_verify_at_a_tenth_of_the_kv_and_after_a_restart(dtype: str, tmp_path: P
     table = pl.read_parquet(trace)
     assert set(table["level"]) == {"object", "op"}
     assert table.filter(pl.col("is_write"))["length"].sum() >= report["tiers"]["file"]["num_groups"] * 4096
-    again = kvtide(
-        *common, "--samples", "3", "--device-memory", str(KV_BYTES[dtype] * 365 // 10)
-    )
+    again = kvtide(*common, "--samples", "3", "--device-memory", str(KV_BYTES[dtype] * 365 // 10))
     assert again.returncode == 0, again.stderr
     report = json.loads(again.stdout)
     assert report["tokens_equal"] is True
