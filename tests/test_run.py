@@ -32,10 +32,10 @@ def document(tmp_path: Path, num_words: int) -> str:
 @pytest.mark.model
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_verify_at_a_tenth_of_the_kv_and_after_a_restart(dtype: str, tmp_path: Path) -> None:
-    common = ["run", "--verify", "--json", "--document", document(tmp_path, 150), "--dir", str(tmp_path / "store")]
-    common += ["--dtype", dtype, "--max-new-tokens", "4", "--ask", "What follows fact 3?"]
+    common = ["run", "--verify", "--json", "--document", document(tmp_path, 60), "--dir", str(tmp_path / "store")]
+    common += ["--group-blocks", "2", "--dtype", dtype, "--max-new-tokens", "4", "--ask", "What follows fact 3?"]
     trace = tmp_path / "trace.parquet"
-    first = kvtide(*common, "--trace", str(trace), "--device-memory", str(KV_BYTES[dtype] * 365 // 10))
+    first = kvtide(*common, "--trace", str(trace), "--device-memory", str(KV_BYTES[dtype] * 150 // 10))
     assert first.returncode == 0, first.stderr
     report = json.loads(first.stdout)
     turn = report["turns"][0]
@@ -45,7 +45,7 @@ def test_verify_at_a_tenth_of_the_kv_and_after_a_restart(dtype: str, tmp_path: P
     table = pl.read_parquet(trace)
     assert set(table["level"]) == {"object", "op"}
     assert table.filter(pl.col("is_write"))["length"].sum() >= report["tiers"]["file"]["num_groups"] * 4096
-    again = kvtide(*common, "--samples", "3", "--device-memory", str(KV_BYTES[dtype] * 365 // 10))
+    again = kvtide(*common, "--samples", "3", "--device-memory", str(KV_BYTES[dtype] * 150 // 10))
     assert again.returncode == 0, again.stderr
     report = json.loads(again.stdout)
     assert report["tokens_equal"] is True

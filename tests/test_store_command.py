@@ -21,7 +21,8 @@ from kvtide.io.ops import PAGE_BYTES, address_of, aligned_buffer
 from kvtide.tiers import verify as verify_module
 from kvtide.tiers.contract import GroupRecords
 from kvtide.tiers.inspect import drop_namespace, find_namespaces, list_namespaces
-from kvtide.tiers.namespace import MARKER, lock
+from kvtide.tiers.namespace import MARKER
+from kvtide.tiers.owner import lock
 from kvtide.tiers.verify import verify_namespace
 
 LAYOUT = small_layout()

@@ -11,9 +11,12 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from kvtide.cache import LostKv  # noqa: E402
 from kvtide.errors import ConfigError, UnsupportedError  # noqa: E402
 from kvtide.integrations.transformers import KvStore, LoadedModel, StoreOptions, next_prefill_end  # noqa: E402
+from kvtide.integrations.transformers.turns import Clockwork  # noqa: E402
 from kvtide.spec import Dtype, ModelSpec  # noqa: E402
+from kvtide.tiers.contract import FAILED  # noqa: E402
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 300}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
@@ -156,6 +159,77 @@ def test_kv_that_rots_on_disk_is_computed_again(tmp_path: Path) -> None:
         assert session.generate(max_new_tokens=4, do_sample=False).tolist() == expected
         assert session.num_lost == 1
         assert store.cache.usage()["file"].num_corrupt == 1
+
+
+class Plain(NoTokenizer):
+    def decode(self, tokens: list[int], **_options: object) -> str:
+        return "".join(f"{token} " for token in tokens)
+
+
+def test_what_is_streamed_and_drawn_does_not_change_when_kv_is_lost_on_the_way(tmp_path: Path) -> None:
+    loaded, ids = small_model(), prompt(500)
+    how = {"max_new_tokens": 6, "do_sample": True}
+    torch.manual_seed(3)
+    expected = reference(loaded, ids, **how).sequences[0].tolist()
+    with KvStore(loaded, options(tmp_path)) as store:
+        session, told, firsts = store.session(ids), [], []
+        session.prefill()
+        clock = Clockwork(Plain(), told.append, lambda: firsts.append(len(told)))
+        step_layer, num_left = session.kv.step_layer, [4 + 3 * 4 + 2]  # in the middle of the fifth token's layers
+
+        def losing(layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            num_left[0] -= 1
+            if num_left[0] == 0:
+                raise LostKv(np.array([0]))
+            return step_layer(layer, k, v)
+
+        session.kv.step_layer = losing
+        torch.manual_seed(3)
+        assert session.generate(streamer=clock, **how)[0].tolist() == expected
+        assert session.num_lost == 1
+    assert "".join(told) == Plain().decode(expected[len(ids) :])
+    assert (len(clock.times_ns), firsts) == (6, [0])
+
+
+def test_a_file_that_loses_everything_ends_in_an_error_not_in_a_loop(tmp_path: Path) -> None:
+    loaded, ids = small_model(), prompt(700)
+    with KvStore(loaded, options(tmp_path, dram_bytes=640 << 10)) as store:
+        read = store.namespace.tier.read
+        store.namespace.tier.read = lambda *what, **how: np.full_like(read(*what, **how), FAILED)
+        session = store.session(ids)
+        session.prefill()
+        with pytest.raises(LostKv):
+            session.generate(max_new_tokens=4)
+        session.release()
+        store.cache.drain()
+        assert store.cache.ledger.pool.num_held == 0
+
+
+def test_only_kv_of_known_tokens_without_padding_is_kept() -> None:
+    loaded, ids = small_model(), torch.tensor([prompt(40)])
+    with KvStore(loaded, options(None)) as store, torch.inference_mode():
+        session = store.session(ids[0].tolist())
+        session.kv.expect(ids)  # of a step that never ran
+        with pytest.raises(UnsupportedError, match="input_ids"):
+            loaded.model(inputs_embeds=torch.zeros(1, 40, 64), cache=session.kv, use_cache=True)
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0
+        with pytest.raises(UnsupportedError, match="padded"):
+            loaded.model(input_ids=ids, attention_mask=mask, cache=session.kv, use_cache=True)
+        assert store.cache.match(ids[0].numpy()).num_tokens == 0
+        loaded.model(ids, cache=session.kv, use_cache=True)  # by position
+        assert store.cache.match(ids[0].numpy()).num_tokens == 32
+
+
+def test_a_prompt_may_hold_the_padding_token() -> None:
+    loaded, ids = small_model(), prompt(60)
+    ids[10:13] = [0, 0, 0]
+    loaded.model.generation_config.eos_token_id = 2
+    with KvStore(loaded, options(None)) as store:
+        session = store.session(ids)
+        with torch.inference_mode():
+            expected = int(loaded.model(torch.tensor([ids])).logits[0, -1].argmax())
+        assert session.generate(max_new_tokens=1, do_sample=False)[0, -1].item() == expected
 
 
 def test_named_errors_and_nothing_left_behind(tmp_path: Path) -> None:

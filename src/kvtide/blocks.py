@@ -32,7 +32,7 @@ def chain_root(identity_digest: bytes, salt: str = "") -> bytes:
     The digest has a fixed length, so digest and salt cannot be cut elsewhere into another pair.
     """
     assert len(identity_digest) == KEY.itemsize, "an identity is known by its SHA-256"
-    return hashlib.sha256(b"kvtide chain 1\0" + identity_digest + salt.encode()).digest()
+    return hashlib.sha256(b"kvtide chain 1\0" + identity_digest + salt.encode(errors="surrogatepass")).digest()
 
 
 def chain_keys(tokens: npt.ArrayLike, *, block_tokens: int, parent: bytes) -> KeyArray:
@@ -127,7 +127,7 @@ class PrefixIndex:
 class UnitPool:
     """Reference-counted units: free, held by sequences, or idle (held by none, content kept).
 
-    A unit goes free -> held (take) -> idle (release) -> held again (share, revive) or free (recycle). One array may
+    A unit goes free -> held (take) -> idle (release) -> held again (share) or free (recycle). One array may
     name a unit several times to share or release it as often.
     """
 
@@ -158,10 +158,6 @@ class UnitPool:
         view.flags.writeable = False
         return view
 
-    def count(self, units: Ids) -> Ids:
-        """Return the references to each of `units`."""
-        return self._counts[units]
-
     def take(self, num: int) -> Ids:
         """Return `num` units, held once; none at all if fewer are free: a full pool is a value."""
         assert num >= 0, "a negative number of units was asked for"
@@ -176,10 +172,6 @@ class UnitPool:
         """Hold units once more each, idle ones too."""
         assert not self._is_free[units].any(), "a free unit has nothing to share"
         np.add.at(self._counts, units, 1)
-
-    def revive(self, units: Ids) -> None:
-        """Hold the units a prefix was found in, of which some may be idle: `share` by what it means there."""
-        self.share(units)
 
     def release(self, units: Ids) -> Ids:
         """Hold units once less each; return those that became idle."""

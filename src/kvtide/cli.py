@@ -5,7 +5,10 @@ Exit codes: 0 done, 1 failed, 2 asked for something impossible, 130 interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import sys
 from typing import Annotated
 
@@ -39,22 +42,49 @@ def start(
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # closed, or not a real stream
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
-        app()
-    except KvtideError as error:
+        code = _run()
+    except KeyboardInterrupt:  # a second one, while the first was handled
+        code = 130
+    if code == 130:  # all is closed: another one could only interrupt the way out
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(code)
+
+
+def _run() -> int:
+    try:
+        app(standalone_mode=True)
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except (KvtideError, OSError, MemoryError) as error:
+        code = 2 if isinstance(error, ConfigError) else 1
         _say(error)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
-        sys.exit(130)
+        code = 130
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:  # whoever read our output has left, or its disk is full
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter tries once more
+        if not isinstance(error, BrokenPipeError):
+            _say(error)
+        code = code or 1
+    return code
 
 
-def _say(error: KvtideError) -> None:
-    message = printable(str(error))
+def _say(error: Exception) -> None:
+    if sys.stderr is None:
+        return
+    message = printable(str(error)) or type(error).__name__
     if "--json" in sys.argv:
         line = json.dumps({"error": message, "kind": type(error).__name__})
     else:
         line = f"kvtide: {message}"
-    print(line, file=sys.stderr)
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

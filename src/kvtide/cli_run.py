@@ -18,8 +18,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvtide.errors import ConfigError
+from kvtide.errors import ConfigError, UnsupportedError
+from kvtide.io.opening import NAMES
 from kvtide.spec import KVShape
+from kvtide.spec.layout import BLOCK_TOKENS_MAX, GROUP_BLOCKS_MAX
 from kvtide.trace.record import Recorder
 from kvtide.units import format_bytes, parse_bytes, printable
 
@@ -35,6 +37,7 @@ DEFAULT_QUESTIONS = (
     ("What is the difference between break and continue?", "Give one line of code for each."),
 )
 DOCUMENT_BYTES_MAX = 64 << 20  # no model has positions for more
+CHAT_TURNS = 64  # that the default budgets have room for
 
 
 def run(
@@ -51,7 +54,7 @@ def run(
     block_tokens: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
     group_blocks: Annotated[str, typer.Option(help="Blocks stored together, or auto.")] = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 48,
-    samples: Annotated[int, typer.Option(min=1, help="Answers drawn for each question from one prompt.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Answers drawn for each question from one prompt.")] = 1,
     salt: Annotated[str, typer.Option(help="Tenant: KV is shared only within one salt.")] = "",
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. Default: what is fast here.")] = None,
     engine: Annotated[str, typer.Option(help="auto, uring or threads.")] = "auto",
@@ -64,17 +67,18 @@ def run(
 
     A second run finds the document's KV on disk and answers many times sooner.
     """
-    sizes = {
-        "device": parse_bytes(device_memory) if device_memory else 0,
-        "dram": parse_bytes(dram) if dram else 0,
-        "disk": parse_bytes(disk),
-    }
-    _check_choices(group_blocks, write_policy, trace)
+    given = {"--device-memory": device_memory, "--dram": dram, "--disk": disk}
+    sizes = {name: _size(name, text) for name, text in given.items()}
+    _check_choices(group_blocks, block_tokens, write_policy, engine, trace)
+    _check_questions(ask, document, chat=chat)
     text = _read_document(document)
-    console = Console(stderr=as_json, highlight=False)
+    console = Console(stderr=as_json, highlight=False, markup=False, emoji=False)
     with _waiting(console, "Loading the model"):
-        from kvtide.integrations.transformers import load
-        from kvtide.integrations.transformers.turns import Conversation, TurnOptions, TurnRunner
+        try:
+            from kvtide.integrations.transformers import KvStore, load
+            from kvtide.integrations.transformers.turns import Conversation, TurnOptions, TurnRunner
+        except ImportError as error:
+            raise UnsupportedError(f"{error}; type pip install 'kvtide[transformers]'") from None
 
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         loaded = load(model, dtype=dtype or _fast_dtype(), cache_dir=_cache_dir())
@@ -86,13 +90,12 @@ def run(
         sizes,
         directory,
         max_new_tokens=max_new_tokens,
+        num_turns=CHAT_TURNS if chat else len(ask or ()),
         block_tokens=block_tokens,
         group_blocks=None if group_blocks == "auto" else int(group_blocks),
         engine=engine,
         write_policy=write_policy,
     )
-    from kvtide.integrations.transformers import KvStore
-
     show = _Show(console, is_quiet=as_json)
     with KvStore(loaded, options, recorder=recorder) as store:
         show.opening(store)
@@ -106,22 +109,59 @@ def run(
         report = _report(store, turns, verify=verify)
         if not as_json:
             show.summary(store, turns, verify=verify)
-    if trace is not None:
-        report["trace"] = {"file": str(trace), "events": recorder.write_parquet(trace)}
-        show.line(f"Trace: {report['trace']['events']} events in {trace}")
-    if as_json:
-        print(json.dumps(report))
+    try:
+        if trace is not None:
+            report["trace"] = {"file": str(trace), "events": recorder.write_parquet(trace)}
+            show.line(f"Trace: {report['trace']['events']} events in {trace}")
+    finally:  # what was measured is told even where the trace cannot be written
+        if as_json:
+            print(json.dumps(report))
     if verify and not report["tokens_equal"]:
         raise typer.Exit(1)
 
 
-def _check_choices(group_blocks: str, write_policy: str, trace: Path | None) -> None:
-    if group_blocks != "auto" and not (group_blocks.isascii() and group_blocks.isdigit()):
-        raise ConfigError(f"--group-blocks is {printable(group_blocks)!r}; type a whole number, or auto")
+def _size(name: str, text: str | None) -> int | None:
+    """Return the bytes `text` means, None for none given.
+
+    Raises: ConfigError that names the option; only the file tier may be left out with 0.
+    """
+    if text is None:
+        return None
+    try:
+        size = parse_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    if not size and name != "--disk":
+        raise ConfigError(f"{name} is 0, but this tier is always needed; leave {name} out for a default")
+    return size
+
+
+def _check_choices(group_blocks: str, block_tokens: int, write_policy: str, engine: str, trace: Path | None) -> None:
+    is_number = group_blocks.isascii() and group_blocks.isdigit() and len(group_blocks) < 9
+    if group_blocks != "auto" and not (is_number and 1 <= int(group_blocks) <= GROUP_BLOCKS_MAX):
+        shown = printable(group_blocks)[:40]
+        raise ConfigError(f"--group-blocks is {shown!r}; type a whole number from 1 to {GROUP_BLOCKS_MAX}, or auto")
+    if not 1 <= block_tokens <= BLOCK_TOKENS_MAX:
+        raise ConfigError(f"--block-tokens is {block_tokens}; type a whole number from 1 to {BLOCK_TOKENS_MAX}")
+    if engine not in NAMES:
+        raise ConfigError(f"--engine is {printable(engine)!r}; type {', '.join(NAMES)}")
     if write_policy not in {"through", "back"}:
         raise ConfigError(f"--write-policy is {printable(write_policy)!r}; type through or back")
     if trace is not None and not trace.absolute().parent.is_dir():
         raise ConfigError(f"--trace: {trace.absolute().parent} is no directory; make it, or type another file")
+    if trace is not None and os.path.lexists(trace) and not trace.is_file():  # a device would be replaced by a file
+        raise ConfigError(f"--trace: {trace} is no regular file; type another one")
+    if trace is not None and not os.access(trace.absolute().parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--trace: {trace.absolute().parent} may not be written to; type another file")
+
+
+def _check_questions(ask: list[str] | None, document: str | None, *, chat: bool) -> None:
+    if chat and ask:
+        raise ConfigError("--chat asks from the keyboard, --ask from the command line; type one of them")
+    if chat and document == "-":
+        raise ConfigError("--chat and --document - both read standard input; type the path of a text file")
+    if any(not question.strip() for question in ask or ()):
+        raise ConfigError("--ask is empty; type a question")
 
 
 def _read_document(name: str | None) -> str | None:
@@ -133,7 +173,7 @@ def _read_document(name: str | None) -> str | None:
         return None
     try:
         if name == "-":
-            raw = sys.stdin.buffer.read(DOCUMENT_BYTES_MAX + 1)
+            raw = sys.stdin.buffer.read(DOCUMENT_BYTES_MAX + 1) if sys.stdin is not None else b""
         else:
             with Path(name).open("rb") as file:
                 raw = file.read(DOCUMENT_BYTES_MAX + 1)
@@ -163,8 +203,8 @@ def _default_document(loaded: LoadedModel) -> str:
 def _questions(ask: list[str] | None, *, chat: bool, has_document: bool) -> list[Any]:
     if chat:
         return [_lines()]
-    if ask:
-        return [ask]
+    if ask:  # bytes that are no UTF-8 come as surrogates, which no tokenizer takes
+        return [[question.encode(errors="surrogateescape").decode(errors="replace") for question in ask]]
     if has_document:
         return [["Summarise this text in two sentences."]]
     return [list(questions) for questions in DEFAULT_QUESTIONS]
@@ -172,31 +212,39 @@ def _questions(ask: list[str] | None, *, chat: bool, has_document: bool) -> list
 
 def _lines() -> Iterator[str]:
     """Yield what is typed, a line a turn, until end of file or an empty line."""
-    while True:
+    while sys.stdin is not None:
         if sys.stdin.isatty():
             print("\nAsk (an empty line ends): ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
+        line = sys.stdin.buffer.readline().decode(errors="replace")
         if not line.strip():
             return
         yield line.strip()
 
 
 def _store_options(
-    loaded: LoadedModel, text: str, sizes: dict[str, int], directory: Path, *, max_new_tokens: int, **rest: Any
+    loaded: LoadedModel,
+    text: str,
+    sizes: dict[str, int | None],
+    directory: Path,
+    *,
+    max_new_tokens: int,
+    num_turns: int,
+    **rest: Any,
 ) -> StoreOptions:
     """Fill in budgets that were not given, from the KV of the document: a tenth on the device, half in DRAM."""
     from kvtide.integrations.transformers import PREFILL_TOKENS, StoreOptions
 
-    num_tokens = len(loaded.tokenizer(text, add_special_tokens=False).input_ids) + 4 * (max_new_tokens + 64)
+    num_tokens = len(loaded.tokenizer(text, add_special_tokens=False).input_ids)
+    num_tokens += max(4, num_turns) * (max_new_tokens + 64)
     num_tokens = min(num_tokens, loaded.max_positions)
     shape = KVShape.of(loaded.spec, loaded.dtype)
     whole_bytes = num_tokens * shape.bytes_per_token
     layer_bytes = max(layer.token_bytes for layer in shape.layers) * (num_tokens + 1024)
     dram_least = (2 * PREFILL_TOKENS + 2048) * shape.bytes_per_token
     return StoreOptions(
-        device_bytes=sizes["device"] or max(whole_bytes // 10, 2 * layer_bytes),
-        dram_bytes=sizes["dram"] or max(whole_bytes // 2, dram_least),
-        disk_bytes=sizes["disk"],
+        device_bytes=sizes["--device-memory"] or max(whole_bytes // 10, 2 * layer_bytes),
+        dram_bytes=sizes["--dram"] or max(whole_bytes // 2, dram_least),
+        disk_bytes=sizes["--disk"] or 0,
         directory=directory,
         **rest,
     )
@@ -238,7 +286,7 @@ class _Show:
 
     def line(self, text: str) -> None:
         if not self._is_quiet:
-            self._console.print(text, markup=False, soft_wrap=True)
+            self._console.print(printable(text, keep="\n"), soft_wrap=True)
 
     def opening(self, store: KvStore) -> None:
         options, layout = store.options, store.layout
@@ -258,7 +306,7 @@ class _Show:
     def text(self, piece: str) -> None:
         if not self._is_quiet:
             self._stop_progress()
-            self._console.print(printable(piece, keep="\n\t"), end="", markup=False, soft_wrap=True)
+            self._console.print(printable(piece, keep="\n\t"), end="", soft_wrap=True)
 
     def prefill(self, done: int, total: int) -> None:
         if self._is_quiet or not self._console.is_terminal:
@@ -288,10 +336,13 @@ class _Show:
         from kvtide.report.turns import tier_table, turn_table, verdict
 
         width = None if self._console.is_terminal else 160
-        console = Console(highlight=False, width=width)
+        console = Console(highlight=False, width=width, markup=False, emoji=False)
+        if not turns:
+            console.print("Nothing was asked.")
+            return
         console.print()
         console.print(turn_table(turns, store.layout.shape.bytes_per_token))
-        console.print(tier_table(store.cache.usage(), str(store.options.directory)))
+        console.print(tier_table(store.cache.usage(), printable(str(store.options.directory))))
         for sentence in verdict(turns):
             console.print(sentence)
         if store.cache.num_refused:

@@ -114,7 +114,7 @@ class PoolMachine(RuleBasedStateMachine):
         """A prefix finds an idle unit; a table begins with it."""
         unit = data.draw(st.sampled_from(sorted(self.idle)))
         tokens = self.idle.pop(unit)
-        self.pool.revive(np.array([unit]))
+        self.pool.share(np.array([unit]))
         self.pairs.append(Pair(BlockTable(UNIT_TOKENS, [unit], len(tokens)), tokens))
 
     @invariant()

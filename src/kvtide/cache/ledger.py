@@ -120,10 +120,13 @@ class Ledger:
         resident: npt.NDArray[np.bool_] = np.all(self.frames[units] >= 0, axis=1)
         return resident
 
-    def storable(self) -> npt.NDArray[np.bool_]:
+    def storable(self, units: Ids | slice = slice(None)) -> npt.NDArray[np.bool_]:
         """Say which units could be written to the tier below now."""
-        alive = (self.uid >= 0) & (self.num_blocks > 0)
-        return alive & ~self.is_clean() & ~self.is_open & ~self.is_busy & ~self.was_refused & self.is_resident()
+        storable = (self.uid[units] >= 0) & (self.num_blocks[units] > 0) & ~self.is_open[units]
+        storable &= ~self.is_clean(units) & ~self.is_busy[units] & ~self.was_refused[units]
+        few = np.flatnonzero(storable)  # asking for every fragment of every unit would take long in a large store
+        storable[few] = self.is_resident(np.arange(len(self.uid))[units][few])
+        return storable
 
     def disposable(self) -> npt.NDArray[np.bool_]:
         """Say which units no sequence holds and no job uses."""

@@ -40,7 +40,7 @@ class Loader:
         if job is not None:
             self._mover.hasten(job)
             with contextlib.suppress(IoError):  # a prefetch may fail; what is still wanted is demanded below
-                counts = self._collect(window, job)
+                self._collect(window, job, counts)
         with self._lock:
             window = self._windows.find(layer)
             if window is not None and self._is_filled(window, sequences, num_tokens):
@@ -53,7 +53,7 @@ class Loader:
                 started = self._start(sequences, layer, num_tokens, cause, DEMAND)
         assert started is not None, "a window without a job cannot be taken"
         window, job = started
-        counts = self._collect(window, job)
+        self._collect(window, job, counts)
         window.in_use = True
         return window, counts
 
@@ -83,14 +83,16 @@ class Loader:
         return window, window.job
 
     @staticmethod
-    def _collect(window: Window | None, job: Future[object]) -> FillCounts:
+    def _collect(window: Window | None, job: Future[object], counts: FillCounts) -> None:
+        """Wait for the fill of `window`, and add what it moved to `counts`."""
         assert window is not None, "a job belongs to a window"
         try:
-            counts = job.result()
+            moved = job.result()
         finally:
             window.job = None
-        assert isinstance(counts, FillCounts), "a fill counts bytes"
-        return counts
+        assert isinstance(moved, FillCounts), "a fill counts bytes"
+        counts.dram_bytes += moved.dram_bytes
+        counts.file_bytes += moved.file_bytes
 
     def _is_filled(self, window: Window, sequences: list[Sequence], num_tokens: list[int]) -> bool:
         group = self._ledger.layout.tokens_per_group

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from kvtide.errors import ConfigError
+
 DEMAND, PREFETCH, WRITE_BACK = 0, 1, 2
 
 
@@ -36,13 +38,16 @@ class Mover:
         return self._is_closed
 
     def submit(self, job: Callable[[], object], priority: int) -> Future[object]:
-        """Queue `job`; its result or exception comes through the future."""
+        """Queue `job`; its result or exception comes through the future.
+
+        Raises: ConfigError after `close`.
+        """
         future: Future[object] = Future()
         with self._ready:
             if self._is_closed:
-                raise RuntimeError("the mover is closed")
+                raise ConfigError("this cache is closed; open its store again")
             heapq.heappush(self._heap, (priority, next(self._order), job, future))
-            self._ready.notify()
+            self._ready.notify_all()  # one of the waiting may be somebody who drains
         return future
 
     def hasten(self, future: Future[object]) -> None:
@@ -60,11 +65,26 @@ class Mover:
             self._ready.wait_for(lambda: not self._heap and not self._is_busy)
 
     def close(self) -> None:
-        """Finish what is queued, then stop the thread. Idempotent."""
+        """Finish what is queued, then stop the thread. Idempotent.
+
+        Interrupted, it gives up what is queued but still waits for the job that runs: when this returns or raises,
+        nothing uses the tiers any more.
+        """
+        interrupted: KeyboardInterrupt | None = None
         with self._ready:
             self._is_closed = True
-            self._ready.notify()
-        self._thread.join()
+            self._ready.notify_all()
+        while self._thread.is_alive():
+            try:
+                self._thread.join()
+            except KeyboardInterrupt as error:
+                interrupted = error
+                with self._ready:
+                    dropped, self._heap = self._heap, []
+                for _, _, _, future in dropped:
+                    future.cancel()
+        if interrupted is not None:
+            raise interrupted
 
     def _run(self) -> None:
         while True:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from kvtide.blocks import BlockTable, chain_root
 from kvtide.cache.growth import Growth
-from kvtide.cache.ledger import Ids, Ledger
+from kvtide.cache.ledger import Ledger
 from kvtide.cache.loader import Loader
 from kvtide.cache.match import find_prefix
 from kvtide.cache.mover import DEMAND, WRITE_BACK, Mover
@@ -48,6 +48,17 @@ class CacheOptions:
     is_prefetching: bool = True
 
 
+def check_dram(layout: SlotLayout, dram_bytes: int) -> None:
+    """Raise ConfigError unless `dram_bytes` are enough for a cache to work with."""
+    least_bytes = (2 * layout.num_layers + SPARE_FRAMES) * max(layout.fragment_padded_bytes)
+    if dram_bytes < least_bytes:
+        raise ConfigError(
+            f"DRAM of {format_bytes(dram_bytes)} is too small: two groups of every layer are needed, "
+            f"{format_bytes(least_bytes)}; type --dram {-(-least_bytes // 2**20)}MiB or more, "
+            f"or a smaller --group-blocks"
+        )
+
+
 class TieredCache:
     """KV of many sequences over device, DRAM and one tier below.
 
@@ -65,14 +76,8 @@ class TieredCache:
         recorder: Recorder | None = None,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
+        check_dram(layout, options.dram_bytes)
         frame_bytes = max(layout.fragment_padded_bytes)
-        least = 2 * layout.num_layers + SPARE_FRAMES
-        if options.dram_bytes < least * frame_bytes:
-            raise ConfigError(
-                f"DRAM of {format_bytes(options.dram_bytes)} is too small: two groups of every layer are needed, "
-                f"{format_bytes(least * frame_bytes)}; type --dram {-(-least * frame_bytes // 2**20)}MiB or more, "
-                f"or a smaller --group-blocks"
-            )
         if options.write_policy not in {"through", "back"}:
             raise ConfigError(f"unknown write policy {options.write_policy!r}; type through or back")
         num_frames = options.dram_bytes // frame_bytes
@@ -89,6 +94,7 @@ class TieredCache:
         self.wait_ns = 0
         if isinstance(tier, FileTier):
             self.ledger.adopt(tier.inventory())
+        self._store_error: BaseException | None = None
         self._mover = Mover()
         self._loader = Loader(self.ledger, self.windows, self._traffic, self._mover, self._lock)
 
@@ -104,6 +110,7 @@ class TieredCache:
         """Start a sequence that begins with what is kept of `tokens`, all but the last of them at most.
 
         The last one is left out because a model must run on at least one token to say what comes next.
+        Shapes: tokens [T], each 0 to 2**32 - 1.
         """
         ids = np.asarray(tokens, np.int64)
         with self._lock:
@@ -238,25 +245,31 @@ class TieredCache:
         v_part = group * shape.v_bytes
         done = 0
         with self._lock:
-            rows, frames = self.ledger.frame_pool.rows, self.ledger.frames
-            for unit, start, end in sequence.pending.tolist():
-                frame, num = rows[frames[unit, layer]], end - start
-                frame[:k_part].reshape(group, -1)[start:end] = k[done : done + num]
-                if v_part:
-                    frame[k_part : k_part + v_part].reshape(group, -1)[start:end] = v[done : done + num]
-                done += num
+            frames = self.ledger.frames[sequence.pending[:, 0], layer].tolist()
+        # Bytes move outside the lock: frames of open units stay theirs.
+        for index, (_, start, end) in zip(frames, sequence.pending.tolist(), strict=True):
+            frame, num = self.ledger.frame_pool.rows[index], end - start
+            frame[:k_part].reshape(group, -1)[start:end] = k[done : done + num]
+            if v_part:
+                frame[k_part : k_part + v_part].reshape(group, -1)[start:end] = v[done : done + num]
+            done += num
+        with self._lock:
             window.uids[row] = self.ledger.uid[sequence.units]
             window.num_tokens[row] = len(sequence.tokens) + sequence.num_pending
 
     def seal(self, sequence: Sequence, tokens: npt.ArrayLike) -> None:
-        """End a step: the pending KV belongs to `tokens`. Full groups are queued for the tier below."""
+        """End a step: the pending KV belongs to `tokens`. Full groups are queued for the tier below.
+
+        Shapes: tokens [T], as many as the step was begun with.
+        """
         ids = np.asarray(tokens, np.int64).tolist()
         assert sequence.pending is not None, "no step was begun"
         assert len(ids) == sequence.num_pending, "a step is sealed with as many tokens as it had"
         with self._lock:
             full = self._growth.seal(sequence, ids)
         if len(full) and self._tier is not None and self._options.write_policy == "through":
-            self._mover.submit(lambda: self._traffic.store(full, "prefill-write"), WRITE_BACK)
+            job = self._mover.submit(lambda: self._traffic.store(full, "prefill-write"), WRITE_BACK)
+            job.add_done_callback(self._note_store)
 
     def pause(self, sequence: Sequence) -> None:
         """Say that `sequence` will not grow for now: its unfilled tail can be found, stored and evicted."""
@@ -272,6 +285,13 @@ class TieredCache:
             self.pause(sequence)
         while self._wait(self._mover.submit(lambda: self._traffic.store_some("demote"), DEMAND)):
             pass
+        if self._store_error is not None:
+            raise self._store_error
+
+    def _note_store(self, job: Future[object]) -> None:
+        """Keep what a background store raised: nobody waits for it, `flush` tells."""
+        if not job.cancelled():
+            self._store_error = self._store_error or job.exception()
 
     def drain(self) -> None:
         """Return when the background has nothing left to do."""
@@ -289,12 +309,16 @@ class TieredCache:
             self._mover.close()
 
     def usage(self) -> dict[str, TierStats]:
-        """Return fill and capacity of each tier, exact to the byte."""
+        """Return fill and capacity of each tier, exact to the byte once `drain` has returned.
+
+        `num_groups` counts windows on the device, and groups that are whole in DRAM.
+        """
         pool = self.ledger.frame_pool
-        device = TierStats(capacity_bytes=self.windows.arena.num_bytes, used_bytes=self.windows.used_bytes())
-        device.num_groups = len(self.windows.windows)
-        dram = TierStats(capacity_bytes=pool.num_frames * pool.frame_bytes, used_bytes=self.ledger.used_bytes())
-        dram.num_groups = int(self.ledger.is_resident().sum())
+        with self._lock:
+            device = TierStats(capacity_bytes=self.windows.arena.num_bytes, used_bytes=self.windows.used_bytes())
+            device.num_groups = len(self.windows.windows)
+            dram = TierStats(capacity_bytes=pool.num_frames * pool.frame_bytes, used_bytes=self.ledger.used_bytes())
+            dram.num_groups = int(self.ledger.is_resident().sum())
         return {"device": device, "dram": dram} | ({"file": self._tier.stats()} if self._tier is not None else {})
 
     @property
@@ -327,6 +351,3 @@ class TieredCache:
             waited_ns,
         )
         self._recorder.record_objects(np.array([event], OBJECT_EVENT))
-
-
-__all__ = ["CacheOptions", "Ids", "TieredCache"]

@@ -169,7 +169,7 @@ class Traffic:
 
     # DRAM to file
 
-    def store_some(self, cause: Cause = "prefill-write") -> int:
+    def store_some(self, cause: Cause) -> int:
         """Try the least recently used units that the tier below lacks, a few; return how many were tried."""
         with self._lock:
             units = self._ledger.recency.victims(STORE_UNITS_MAX, self._ledger.storable())
@@ -182,7 +182,7 @@ class Traffic:
         """
         with self._lock:
             ledger = self._ledger
-            units = units[ledger.storable()[units]]
+            units = units[ledger.storable(units)]
             if self._tier is None or not len(units):
                 return 0
             num, known = len(units), ledger.is_known(units)

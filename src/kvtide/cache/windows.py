@@ -79,15 +79,15 @@ class Windows:
         """Return the bytes of a window for `rows` sequences of `num_tokens`."""
         return rows * num_tokens * (self._k_bytes + self._v_bytes)
 
-    def resize(self, num_tokens: int, rows: int) -> bool:
-        """Make windows hold `num_tokens` for `rows` sequences; say whether that dropped what they held.
+    def resize(self, num_tokens: int, rows: int) -> None:
+        """Make windows hold `num_tokens` for `rows` sequences; where they do not, new ones are cut, empty.
 
         Raises: ConfigError if not even one window fits the budget.
         """
         group = self._layout.tokens_per_group
         needed = -(-num_tokens // group) * group
         if rows == self.rows and needed <= self.capacity_tokens:
-            return False
+            return
         size = self.window_bytes(needed, rows)
         if size > self.arena.num_bytes:
             raise ConfigError(
@@ -97,7 +97,6 @@ class Windows:
         self.rows, self.capacity_tokens = rows, needed
         num = min(self.arena.num_bytes // size, self._layout.num_layers)
         self.windows = [Window(index * size) for index in range(num)]
-        return True
 
     def find(self, layer: int) -> Window | None:
         """Return the window that holds `layer`."""

@@ -8,7 +8,7 @@ from kvtide.integrations.transformers.turns import Phase, Turn
 from kvtide.tiers.contract import TierStats
 from kvtide.units import format_bytes, format_ns
 
-SMALL_BYTES = 64 << 10  # below this, drives are limited by operations rather than bytes (docs: io model)
+SMALL_BYTES = 64 << 10  # below this, the drive of benchmarks/group_size was limited by operations rather than bytes
 BOUND_SHARE = 0.5
 
 
@@ -79,6 +79,11 @@ def _sentence(name: str, phases: list[Phase]) -> str:
     depth = sum(phase.depth_mean * phase.num_ops for phase in phases) / num_ops
     if share < BOUND_SHARE:
         return f"{name} was bound by computing: the model stood still for KV {share:.0%} of the time."
+    if not read:
+        return (
+            f"{name} was bound by moving KV ({share:.0%} of the time) between DRAM and device, or by making room: "
+            f"nothing was read from the file."
+        )
     kind = "small operations" if size < SMALL_BYTES else "bytes"
     return (
         f"{name} was bound by moving KV ({share:.0%} of the time), limited by {kind}: "

@@ -18,7 +18,6 @@ Cause = Literal["prefill-write", "decode-read", "restore", "prefetch", "demote",
 
 # The answers of read and write, one an item.
 OK, MISSING, CORRUPT, FAILED, FULL = 0, 1, 2, 3, 4
-STATUS_NAMES = ("ok", "missing", "corrupt", "failed", "full")
 
 READ_REQUEST = np.dtype([("row", "<u4"), ("layer", "<u4"), ("address", "<u8")])
 """One fragment of the group `keys[row]`, to be put at `address` (page-aligned, the fragment's padded bytes)."""
@@ -52,7 +51,11 @@ class GroupRecords:
 
 @dataclass(slots=True)
 class TierStats:
-    """Counters of one tier since it was opened, and its fill now."""
+    """Counters of one tier since it was opened, and its fill now.
+
+    `num_reads` and `num_writes` count operations. `num_failed` counts fragments that could not be read, groups that
+    could not be written and headers that could not be read; `num_full` counts groups refused for want of room.
+    """
 
     capacity_bytes: int = 0
     used_bytes: int = 0

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -166,24 +167,11 @@ class FileTier:
         present = np.flatnonzero(slots >= 0)
         slots, wanted = slots[present], requests[present]
         batch = self._fragment_ops(slots, wanted["layer"], wanted["address"], READ)
-        merged = self._begin(batch)
-        order = np.argsort(merged.part_of, kind="stable")
-        bounds = np.searchsorted(merged.part_of[order], np.arange(len(merged.batch) + 1))
-        outstanding = len(merged.batch)
-        while outstanding:
-            completions = self._engine.reap(1)
-            outstanding -= len(completions)
-            self._record(merged, completions, bounds, order, slots, wanted["layer"], cause)
-            tags = completions["tag"].astype(np.int64)
-            whole = (completions["error"] == 0) & (completions["length"] == merged.batch["length"][tags])
-            parts = np.concatenate([order[bounds[tag] : bounds[tag + 1]] for tag in tags.tolist()])
-            is_whole = np.repeat(whole, bounds[tags + 1] - bounds[tags])
+        for parts, is_whole in self._finish(self._begin(batch), cause, slots, wanted["layer"]):
             lost, moved = parts[~is_whole], parts[is_whole]
             statuses[present[lost]] = FAILED
             statuses[present[moved]] = self._verify(slots[moved], wanted[moved])
             self._stats.num_failed += len(lost)
-            self._stats.read_bytes += int(completions["length"][whole].sum())
-        self._stats.num_reads += len(merged.batch)
         self._drop_slots(slots[statuses[present] == CORRUPT])
         return statuses
 
@@ -287,7 +275,7 @@ class FileTier:
         batch = self._fragment_ops(np.repeat(slots[rows], num_layers), wanted, addresses[rows].ravel(), WRITE)
         merged = self._begin(batch)
         checksums = self._checksums(layers, addresses.ravel()).reshape(num, num_layers)  # while the drive is busy
-        done = self._finish(merged, cause, np.repeat(slots[rows], num_layers), wanted)
+        done = self._all_done(merged, cause, np.repeat(slots[rows], num_layers), wanted)
         good[rows] = done.reshape(len(rows), num_layers).all(axis=1)
         sequences = np.arange(self._sequence + 1, self._sequence + 1 + num, dtype=np.uint64)
         self._sequence += num
@@ -300,7 +288,7 @@ class FileTier:
 
     def _run(self, batch: Batch, cause: Cause, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Do every operation and say which went well. Shapes: batch, slots [n]."""
-        return self._finish(self._begin(batch), cause, slots, None)
+        return self._all_done(self._begin(batch), cause, slots, None)
 
     def _begin(self, batch: Batch) -> Merged:
         """Hand over every operation, merged where they touch."""
@@ -308,7 +296,7 @@ class FileTier:
         self._engine.submit(merged.batch)
         return merged
 
-    def _finish(
+    def _all_done(
         self,
         merged: Merged,
         cause: Cause,
@@ -316,7 +304,22 @@ class FileTier:
         layers: npt.NDArray[np.integer] | None,
     ) -> npt.NDArray[np.bool_]:
         """Wait for what was begun and say which operations went well. Shapes: slots, layers, result [n]."""
-        good = np.zeros(len(merged.batch), np.bool_)
+        good = np.zeros(len(merged.part_of), np.bool_)
+        for parts, is_whole in self._finish(merged, cause, slots, layers):
+            good[parts] = is_whole
+        return good
+
+    def _finish(
+        self,
+        merged: Merged,
+        cause: Cause,
+        slots: npt.NDArray[np.int64],
+        layers: npt.NDArray[np.integer] | None,
+    ) -> Iterator[tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]]:
+        """Yield, as operations end, which of those before merging that were, and whether each moved whole.
+
+        Shapes: slots, layers [n]; yields [m], [m].
+        """
         order = np.argsort(merged.part_of, kind="stable")
         bounds = np.searchsorted(merged.part_of[order], np.arange(len(merged.batch) + 1))
         outstanding = len(merged.batch)
@@ -324,16 +327,17 @@ class FileTier:
             completions = self._engine.reap(1)
             outstanding -= len(completions)
             tags = completions["tag"].astype(np.int64)
-            good[tags] = (completions["error"] == 0) & (completions["length"] == merged.batch["length"][tags])
+            whole = (completions["error"] == 0) & (completions["length"] == merged.batch["length"][tags])
+            self._count(merged.batch["kind"][tags] == WRITE, completions["length"] * whole)
             self._record(merged, completions, bounds, order, slots, layers, cause)
-        num_bytes, kinds = int(merged.batch["length"][good].sum()), merged.batch["kind"]
-        if len(kinds) and kinds[0] == WRITE:
-            self._stats.num_writes += len(merged.batch)
-            self._stats.written_bytes += num_bytes
-        else:
-            self._stats.num_reads += len(merged.batch)
-            self._stats.read_bytes += num_bytes
-        return good[merged.part_of]
+            parts = np.concatenate([order[bounds[tag] : bounds[tag + 1]] for tag in tags.tolist()])
+            yield parts, np.repeat(whole, bounds[tags + 1] - bounds[tags])
+
+    def _count(self, is_write: npt.NDArray[np.bool_], num_bytes: npt.NDArray[np.uint64]) -> None:
+        self._stats.num_writes += int(is_write.sum())
+        self._stats.written_bytes += int(num_bytes[is_write].sum())
+        self._stats.num_reads += int((~is_write).sum())
+        self._stats.read_bytes += int(num_bytes[~is_write].sum())
 
     def _checksums(self, layers: npt.NDArray[np.integer], addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         """Return the xxh3-64 of each fragment in memory, padding included."""

@@ -95,11 +95,3 @@ class HeaderCodec:
             )
         records = GroupRecords(rows["key"], rows["parent"], num_tokens, num_blocks, rows["block_keys"])
         return Decoded(valid, records, rows["sequence"], rows["checksums"])
-
-
-def foreign_version(page: npt.NDArray[np.uint8]) -> int | None:
-    """Return the format version of a slot header that another version of kvtide wrote, else None."""
-    if bytes(page[:8]) != MAGIC:
-        return None
-    version = int(page[8:12].view("<u4")[0])
-    return None if version == FORMAT_VERSION else version

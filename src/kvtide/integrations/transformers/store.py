@@ -1,6 +1,6 @@
-"""A model's KV store: opens the tiers for it, and runs prompts on them. The face of this integration.
+"""A model's KV store: opens the tiers for it, and runs prompts on them. The face of this integration. Next: turns.
 
-    with KvStore.open(loaded, StoreOptions(...)) as store:
+    with KvStore(loaded, StoreOptions(...)) as store:
         session = store.session(token_ids)       # what is kept of them is not computed again
         output = session.generate(max_new_tokens=64)
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from kvtide.cache import CacheOptions, CpuArena, LostKv, TieredCache
+from kvtide.cache.tiered import check_dram
 from kvtide.cache.windows import DeviceArena
 from kvtide.errors import ConfigError, UnsupportedError
 from kvtide.integrations.transformers.kvcache import TieredKv
@@ -29,6 +30,8 @@ from kvtide.trace.record import Recorder
 
 KNEE_BYTES = 128 << 10  # where the drives measured in benchmarks/group_size stop gaining from larger reads
 PREFILL_TOKENS = 512  # a step of prefill: enough for full matrix speed on a CPU, few enough for small budgets
+
+LOST_MAX = 8  # every matched group may be lost once; a disk that loses more than these of what we just wrote is broken
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,9 @@ class StoreOptions:
 class KvStore:
     """Tiers opened for one model.
 
+    Raises: ConfigError for budgets too small or a foreign directory; FormatError for files that are not what they
+    claim; IoError if another process owns the store or the disk refuses; UnsupportedError for a model whose KV or
+    device it does not know.
     Threads: the thread that runs the model.
     """
 
@@ -71,6 +77,7 @@ class KvStore:
             revision=loaded.revision,
             adapter=options.adapter,
         )
+        check_dram(self.layout, options.dram_bytes)  # before the file tier reserves its room
         self._arena, self._tensor = _device_memory(options.device_bytes, loaded.model.device)
         self.namespace: OpenNamespace | None = None
         if options.directory is not None and options.disk_bytes:
@@ -147,7 +154,10 @@ class Session:
     def prefill(self, on_progress: Callable[[int, int], None] | None = None, *, reserve_tokens: int = 0) -> None:
         """Compute what is not kept of the prompt, all but its last step, which `generate` runs.
 
-        `reserve_tokens` is how many more will come: the device budget is cut for all of them at once.
+        `reserve_tokens` is how many more will come: the device budget is cut for all of them at once. `on_progress`
+        gets the tokens that are done and all there are.
+        Raises: ConfigError for too small a device budget; IoError if no tier has room, or what is stored keeps being
+        lost.
         """
         self.kv.capacity_hint = len(self.tokens) + reserve_tokens
         while True:
@@ -159,23 +169,27 @@ class Session:
                 return
             try:
                 self._forward(start, end)
-            except LostKv:
-                self._heal()
+            except LostKv as lost:
+                self._heal(lost)
 
     def generate(self, *, max_new_tokens: int, **options: Any) -> Any:
         """Run `model.generate` on the prompt; its output, whose sequences begin with the prompt.
 
-        KV that turns out unreadable on the way is computed again. Options go to `generate` as they are.
+        KV that turns out unreadable on the way is computed again, and what is drawn on a CPU is drawn the same again.
+        Options go to `generate` as they are.
+        Raises: as `prefill`.
         """
         ids = self._ids(0, len(self.tokens))
-        options = {"pad_token_id": _pad_id(self._store.loaded)} | options
+        # The mask is given, or `generate` would leave out every token of the prompt that is also the padding token.
+        options = {"pad_token_id": _pad_id(self._store.loaded), "attention_mask": torch.ones_like(ids)} | options
+        restore = _dice(ids.device)
         while True:
             try:
                 return self._store.loaded.model.generate(ids, cache=self.kv, max_new_tokens=max_new_tokens, **options)
-            except LostKv:
-                self._heal()
-                self.kv.sequences = self.kv.sequences[:1]
-                self.prefill()
+            except LostKv as lost:
+                self._heal(lost)
+                self.prefill(reserve_tokens=max_new_tokens)
+                restore()
 
     def fork(self) -> Session:
         """Return a second session that continues from the same tokens."""
@@ -195,14 +209,31 @@ class Session:
         with torch.inference_mode():
             self._store.loaded.model(input_ids=ids, cache=self.kv, use_cache=True, logits_to_keep=1)
 
-    def _heal(self) -> None:
+    def _heal(self, lost: LostKv) -> None:
+        """Go back to one sequence of KV that is there; raise `lost` where that would go on for ever."""
         self.num_lost += 1
+        if self.num_lost > len(self.matched.units) + LOST_MAX:
+            raise lost
         for sequence in self.kv.sequences[1:]:
             self._store.cache.release(sequence)
+        self.kv.sequences = self.kv.sequences[:1]
         sequence = self.kv.sequences[0]
         num_left = self._store.cache.heal(sequence)
         if num_left >= len(self.tokens):
             self._store.cache.truncate(sequence, len(self.tokens) - 1)
+
+
+def _dice(device: torch.device) -> Callable[[], None]:
+    """Return what sets the random generators a sampling `generate` draws from back to where they are now."""
+    is_cuda, cpu = device.type == "cuda", torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state(device) if is_cuda else None
+
+    def restore() -> None:
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+
+    return restore
 
 
 def next_prefill_end(start: int, num_tokens: int) -> int:
@@ -213,10 +244,18 @@ def next_prefill_end(start: int, num_tokens: int) -> int:
     return min((start // PREFILL_TOKENS + 1) * PREFILL_TOKENS, num_tokens)
 
 
-def _tell_tokens(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
-    kv, ids = kwargs.get("cache", kwargs.get("past_key_values")), kwargs.get("input_ids")
-    if isinstance(kv, TieredKv) and ids is not None:
-        kv.expect(ids)
+def _tell_tokens(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    kv, ids = kwargs.get("cache", kwargs.get("past_key_values")), kwargs.get("input_ids", args[0] if args else None)
+    if not isinstance(kv, TieredKv):
+        return
+    kv.expect(ids)
+    mask = kwargs.get("attention_mask")
+    is_prompt = ids is not None and ids.shape[1] > 1  # a padded prompt is seen there; decoding is not slowed down
+    if is_prompt and isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask.all():
+        raise UnsupportedError(
+            "the prompt is padded, and KV computed beside padding is not that of its tokens alone: run prompts of "
+            "different length one by one"
+        )
 
 
 def _as_kept_by_transformers(loaded: LoadedModel) -> Any:

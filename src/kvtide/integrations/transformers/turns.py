@@ -1,4 +1,4 @@
-"""Conversations over a long document, measured turn by turn. Next: kvtide.report.terminal.
+"""Conversations over a long document, measured turn by turn. Next: kvtide.report.turns.
 
 Decides what a turn's prompt is and what is measured of it; knows no table and no command line. A turn's prompt begins
 with every token of the turns before it, so that all of their KV can be reused.
@@ -7,9 +7,10 @@ with every token of the turns before it, so that all of their KV can be reused.
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -63,19 +64,22 @@ class Clockwork:
         self._tokenizer, self._on_text, self._on_first = tokenizer, on_text, on_first
         self._tokens: list[int] = []
         self._num_shown = 0
-        self._is_prompt = True
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the prompt first, then one token at a time."""
-        if self._is_prompt:
-            self._is_prompt = False
+        """Take the prompt, then one token at a time. Shapes: [1, T] for a prompt, [1] for a token.
+
+        Another prompt means that KV was lost and generation began again: its tokens were shown and timed already.
+        """
+        if value.dim() > 1:
+            self._tokens.clear()
             return
-        self.times_ns.append(time.perf_counter_ns())
-        if len(self.times_ns) == 1:
-            self._on_first()
-        self._tokens.extend(value.reshape(-1).tolist())
+        self._tokens.extend(value.tolist())
+        if len(self._tokens) > len(self.times_ns):
+            self.times_ns.append(time.perf_counter_ns())
+            if len(self.times_ns) == 1:
+                self._on_first()
         text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        if not text.endswith("\ufffd"):
+        if len(text) > self._num_shown and not text.endswith("\ufffd"):
             self._on_text(text[self._num_shown :])
             self._num_shown = len(text)
 
@@ -157,6 +161,9 @@ class TurnRunner:
         turn = Turn(index, question, prompt_tokens=len(conversation.tokens))
         started, mark = time.perf_counter_ns(), self._mark()
         session = self._store.session(conversation.tokens, salt=self._options.salt)
+        # The model never runs on the last token of an answer, so that one needs no position.
+        most = self._store.loaded.max_positions - len(conversation.tokens) + 1
+        options = replace(self._options, max_new_tokens=min(self._options.max_new_tokens, most))
         try:
             matched = session.matched
             turn.matched_tokens = matched.num_tokens
@@ -165,8 +172,8 @@ class TurnRunner:
                 "dram": matched.dram_bytes,
                 "file": matched.file_bytes,
             }
-            session.prefill(self._on_prefill, reserve_tokens=self._options.max_new_tokens)
-            outputs, clock, middle = self._generate(session)
+            session.prefill(self._on_prefill, reserve_tokens=options.max_new_tokens)
+            outputs, clock, middle = self._generate(session, options)
             turn.num_lost = session.num_lost
             ended = time.perf_counter_ns()
         finally:
@@ -182,31 +189,32 @@ class TurnRunner:
         turn.answer = conversation.answered(outputs[0].sequences[0, len(prompt) :].tolist())
         if self._options.is_verified:
             expected = conversation.reference.generate(
-                self._store.loaded.model, prompt, self._options, matched_tokens=turn.matched_tokens
+                self._store.loaded.model, prompt, options, matched_tokens=turn.matched_tokens
             )
             turn.tokens_equal, turn.logits_diff_max = _compare(outputs, expected, len(prompt))
         return turn
 
-    def _generate(self, session: Session) -> tuple[list[Any], Clockwork, tuple[int, int]]:
+    def _generate(self, session: Session, options: TurnOptions) -> tuple[list[Any], Clockwork, tuple[int, int]]:
         """Generate each sample from a fork of the prompt; the first one is shown and timed."""
         marks: list[tuple[int, int]] = []
         clock = Clockwork(self._store.loaded.tokenizer, self._on_text, lambda: marks.append(self._mark()))
         outputs = []
-        for sample in range(self._options.num_samples):
-            one = session.fork() if sample + 1 < self._options.num_samples else session
+        for sample in range(options.num_samples):
+            one = session.fork() if sample + 1 < options.num_samples else session
             try:
                 torch.manual_seed(sample)
-                outputs.append(one.generate(streamer=clock if sample == 0 else None, **_how(self._options)))
+                outputs.append(one.generate(streamer=clock if sample == 0 else None, **_how(options)))
             finally:
                 one.release()
+            if one is not session:
+                session.num_lost += one.num_lost
         return outputs, clock, marks[0] if marks else self._mark()
 
     def _mark(self) -> tuple[int, int]:
         return self._recorder.counts()[1], self._store.cache.wait_ns
 
     def _phase(self, start: tuple[int, int], end: tuple[int, int], total_ns: int) -> Phase:
-        ops = self._recorder.ops_since(start[0])
-        ops = ops[: max(0, end[0] - start[0])]
+        ops = self._recorder.ops_between(start[0], end[0])
         writes, length = ops["is_write"], ops["length"].astype(np.int64)
         return Phase(
             total_ns=total_ns,
@@ -226,7 +234,8 @@ def _compare(outputs: list[Any], expected: list[Any], num_prompt: int) -> tuple[
         a, b = (output.sequences[0, num_prompt:].tolist() for output in (ours, theirs))
         is_equal &= a == b
         for ours_logits, theirs_logits, ours_id, theirs_id in zip(ours.logits, theirs.logits, a, b, strict=False):
-            diff_max = max(diff_max, float((ours_logits.float() - theirs_logits.float()).abs().max()))
+            diff = (ours_logits.float() - theirs_logits.float()).abs().nan_to_num(nan=math.inf)
+            diff_max = max(diff_max, float(diff.max()))
             if ours_id != theirs_id:  # from here on the two run on different tokens
                 break
     return is_equal, diff_max
@@ -253,11 +262,12 @@ class Reference:
             while (end := next_prefill_end(start, len(prompt))) < len(prompt):
                 model(input_ids=ids[:, start:end], cache=self._cache, use_cache=True, logits_to_keep=1)
                 start = end
-        outputs, caches = [], [self._cache]
-        caches += [copy.deepcopy(self._cache) for _ in range(options.num_samples - 1)]
-        for sample, cache in enumerate(caches):
+        outputs: list[Any] = []
+        for sample in reversed(range(options.num_samples)):  # the first one last: its cache is kept
+            cache = copy.deepcopy(self._cache) if sample else self._cache
             torch.manual_seed(sample)
-            outputs.append(model.generate(ids, cache=cache, pad_token_id=0, **_how(options)))
+            mask = torch.ones_like(ids)
+            outputs.insert(0, model.generate(ids, attention_mask=mask, cache=cache, pad_token_id=0, **_how(options)))
         self._tokens = outputs[0].sequences[0, :-1].tolist()
         return outputs
 
