@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 
@@ -34,3 +36,18 @@ def test_operations_between_marks_are_told_apart_also_when_older_ones_are_lost()
     assert recorder.ops_between(marks[2], marks[3])["slot"].tolist() == [7, 8, 9, 10, 11]
     assert recorder.ops_between(marks[1], marks[2])["slot"].tolist() == [4, 5, 6]  # 3 was lost
     assert len(recorder.ops_between(marks[0], marks[1])) == 0
+
+
+def test_a_narrow_terminal_gets_a_column_a_turn() -> None:
+    from rich.console import Console
+
+    from kvtide.integrations.transformers.turns import Turn
+    from kvtide.report.turns import MEASURES, turn_table
+
+    turns = [Turn(0, "?", prompt_tokens=4039, matched_tokens=400 + index) for index in range(6)]
+    for width, shown in ((80, 4), (170, 6)):
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(turn_table(turns, 1024, width=width))
+        text = console.export_text()
+        assert sum(str(turn.matched_tokens) in text for turn in turns) == shown
+        assert all(name in text for name in MEASURES)

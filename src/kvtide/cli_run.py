@@ -335,13 +335,13 @@ class _Show:
     def summary(self, store: KvStore, turns: list[Turn], *, verify: bool) -> None:
         from kvtide.report.turns import tier_table, turn_table, verdict
 
-        width = None if self._console.is_terminal else 160
+        width = None if self._console.is_terminal else 170
         console = Console(highlight=False, width=width, markup=False, emoji=False)
         if not turns:
             console.print("Nothing was asked.")
             return
         console.print()
-        console.print(turn_table(turns, store.layout.shape.bytes_per_token))
+        console.print(turn_table(turns, store.layout.shape.bytes_per_token, width=console.width))
         console.print(tier_table(store.cache.usage(), printable(str(store.options.directory))))
         for sentence in verdict(turns):
             console.print(sentence)

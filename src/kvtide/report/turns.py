@@ -12,35 +12,58 @@ SMALL_BYTES = 64 << 10  # below this, the drive of benchmarks/group_size was lim
 BOUND_SHARE = 0.5
 
 
-def turn_table(turns: list[Turn], bytes_per_token: int) -> Table:
-    """Return one row a turn."""
+MEASURES = (
+    *("talk", "prompt", "matched", "from device", "from dram", "from file", "TTFT", "ITL p50", "ITL p99"),
+    *("ops", "mean size", "mean depth", "read", "written", "read/write"),
+)
+WIDE_COLUMNS = 170  # what all measures take side by side
+NARROW_TURNS_MAX = 4  # turns that fit side by side in 80 columns
+
+
+def turn_table(turns: list[Turn], bytes_per_token: int, *, width: int = WIDE_COLUMNS) -> Table:
+    """Return the measures of each turn: a row a turn, or a column a turn where `width` is too narrow for that.
+
+    Of more turns than fit a narrow terminal, the last ones are shown.
+    """
     table = Table(title="Turns (measured)", title_justify="left")
-    names = ["", "prompt", "matched", "device", "dram", "file", "TTFT", "ITL p50", "ITL p99", "ops", "mean size"]
-    for name in [*names, "mean depth", "read", "written", "read/write"]:
+    if width < WIDE_COLUMNS:
+        turns = turns[-NARROW_TURNS_MAX:]
+        table.add_column("")
+        for _ in turns:
+            table.add_column("", justify="right", no_wrap=True)
+        for row in zip(MEASURES, *(_measures(turn, bytes_per_token) for turn in turns), strict=True):
+            table.add_row(*row)
+        table.show_header = False
+        return table
+    for name in MEASURES:
         table.add_column(name, justify="right", no_wrap=True)
     for turn in turns:
-        read = turn.prefill.read_bytes + turn.decode.read_bytes
-        written = turn.prefill.written_bytes + turn.decode.written_bytes
-        num_ops = turn.prefill.num_ops + turn.decode.num_ops
-        weight = max(1, num_ops)
-        depth = (turn.prefill.depth_mean * turn.prefill.num_ops + turn.decode.depth_mean * turn.decode.num_ops) / weight
-        tiers = [str(round(turn.matched_bytes.get(name, 0) / bytes_per_token)) for name in ("device", "dram", "file")]
-        table.add_row(
-            f"{turn.conversation + 1}",
-            str(turn.prompt_tokens),
-            str(turn.matched_tokens),
-            *tiers,
-            format_ns(turn.ttft_ns),
-            format_ns(turn.itl_ns_p50),
-            format_ns(turn.itl_ns_p99),
-            str(num_ops),
-            format_bytes((read + written) // weight) if num_ops else "-",
-            f"{depth:.1f}",
-            f"{read / 2**20:.1f} MiB",
-            f"{written / 2**20:.1f} MiB",
-            f"{read / written:.1f}" if written else "-",
-        )
+        table.add_row(*_measures(turn, bytes_per_token))
     return table
+
+
+def _measures(turn: Turn, bytes_per_token: int) -> list[str]:
+    """Return one turn's measures, in the order of MEASURES."""
+    read = turn.prefill.read_bytes + turn.decode.read_bytes
+    written = turn.prefill.written_bytes + turn.decode.written_bytes
+    num_ops = turn.prefill.num_ops + turn.decode.num_ops
+    weight = max(1, num_ops)
+    depth = (turn.prefill.depth_mean * turn.prefill.num_ops + turn.decode.depth_mean * turn.decode.num_ops) / weight
+    return [
+        f"{turn.conversation + 1}",
+        str(turn.prompt_tokens),
+        str(turn.matched_tokens),
+        *(str(round(turn.matched_bytes.get(name, 0) / bytes_per_token)) for name in ("device", "dram", "file")),
+        format_ns(turn.ttft_ns),
+        format_ns(turn.itl_ns_p50),
+        format_ns(turn.itl_ns_p99),
+        str(num_ops),
+        format_bytes((read + written) // weight) if num_ops else "-",
+        f"{depth:.1f}",
+        f"{read / 2**20:.1f} MiB",
+        f"{written / 2**20:.1f} MiB",
+        f"{read / written:.1f}" if written else "-",
+    ]
 
 
 def tier_table(usage: dict[str, TierStats], path: str) -> Table:
