@@ -77,3 +77,19 @@ def test_output_that_nobody_reads_or_no_disk_takes_is_no_traceback(tmp_path: Pat
     assert full.returncode == 1
     assert full.stderr.count("\n") == 1
     assert kvtide("size llama-3-8b >&-", tmp_path).returncode == 0
+
+
+def test_an_interrupt_while_the_command_is_imported_is_quiet() -> None:
+    code = (
+        "import builtins, sys\n"
+        "import kvtide.__main__ as start\n"
+        "real = builtins.__import__\n"
+        "def interrupted(name, *rest):\n"
+        "    if name == 'kvtide.cli':\n"
+        "        raise KeyboardInterrupt\n"
+        "    return real(name, *rest)\n"
+        "builtins.__import__ = interrupted\n"
+        "start.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
