@@ -6,7 +6,10 @@ Knows no question and no report.
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any
@@ -14,6 +17,8 @@ from typing import Any
 import torch
 import transformers
 
+from _bench import RESULTS, write_result
+from kvtide.errors import UnsupportedError
 from kvtide.integrations.transformers import PREFILL_TOKENS, LoadedModel, StoreOptions, load
 from kvtide.spec import KVShape
 
@@ -30,18 +35,42 @@ def add_dtype(made: argparse.ArgumentParser) -> None:
     made.add_argument("--dtype", default="fp32", help="bf16, fp16 or fp32, which is fastest on most CPUs")
 
 
+def run_on_model(
+    name: str,
+    args: argparse.Namespace,
+    measure: Callable[[argparse.Namespace, LoadedModel], dict[str, Any]],
+    show: Callable[[dict[str, Any]], None],
+) -> int:
+    """Load the model, measure, print and keep the result; return the exit code."""
+    try:
+        loaded = embedded(args.dtype)
+    except UnsupportedError as refused:
+        print(f"{name}: skipped, {refused}", file=sys.stderr)
+        return 1
+    payload = measure(args, loaded)
+    if args.json:
+        print(json.dumps(payload, indent=1, default=str))
+    else:
+        show(payload)
+    write_result(name, payload, args.out or (None if args.smoke else RESULTS / f"{name}.json"))
+    return 0
+
+
 def text_of(loaded: LoadedModel, num_tokens: int) -> str:
     """Return `num_tokens` tokens of the reference texts that ship with Python."""
-    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
-    ids = loaded.tokenizer(text[: num_tokens * 8], add_special_tokens=False).input_ids[:num_tokens]
-    return str(loaded.tokenizer.decode(ids))
+    return str(loaded.tokenizer.decode(_first_ids(loaded, num_tokens)))
 
 
 def tokens_of(loaded: LoadedModel, num_tokens: int) -> list[int]:
     """Return exactly `num_tokens` token ids of the same texts."""
+    ids = _first_ids(loaded, num_tokens)
+    assert len(ids) == num_tokens, "the texts are shorter than the prompt"
+    return ids
+
+
+def _first_ids(loaded: LoadedModel, num_tokens: int) -> list[int]:
     text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
     ids: list[int] = loaded.tokenizer(text[: num_tokens * 8], add_special_tokens=False).input_ids[:num_tokens]
-    assert len(ids) == num_tokens, "the texts are shorter than the prompt"
     return ids
 
 

@@ -8,15 +8,13 @@ Time to first token runs from the prompt to its first token; opening the store i
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import time
 from typing import Any
 
-from _bench import RESULTS, environment, parser, summary, warnings_of, write_result
-from _model import add_dtype, embedded, options_of, tokens_of, versions
-from kvtide.errors import UnsupportedError
+from _bench import environment, parser, summary, warnings_of
+from _model import add_dtype, options_of, run_on_model, tokens_of, versions
 from kvtide.integrations.transformers import KvStore, LoadedModel, StoreOptions
 from kvtide.integrations.transformers.turns import Reference, TurnOptions
 
@@ -34,18 +32,7 @@ def main() -> int:
     args = made.parse_args()
     if args.smoke:
         args.tokens, args.repeats = min(args.tokens, 300), 1
-    try:
-        loaded = embedded(args.dtype)
-    except UnsupportedError as refused:
-        print(f"restore: skipped, {refused}", file=sys.stderr)
-        return 1
-    payload = measure(args, loaded)
-    if args.json:
-        print(json.dumps(payload, indent=1, default=str))
-    else:
-        show(payload)
-    write_result("restore", payload, args.out or (None if args.smoke else RESULTS / "restore.json"))
-    return 0
+    return run_on_model("restore", args, measure, show)
 
 
 def measure(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:

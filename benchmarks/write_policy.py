@@ -8,15 +8,13 @@ operations of the file tier, up to the last turn's end and after closing; lost o
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from _bench import RESULTS, environment, parser, summary, warnings_of, write_result
-from _model import add_dtype, embedded, options_of, text_of, versions
-from kvtide.errors import UnsupportedError
+from _bench import environment, parser, summary, warnings_of
+from _model import add_dtype, options_of, run_on_model, text_of, versions
 from kvtide.integrations.transformers import KvStore, LoadedModel
 from kvtide.integrations.transformers.turns import Conversation, Turn, TurnOptions, TurnRunner
 from kvtide.trace.record import Recorder
@@ -38,18 +36,7 @@ def main() -> int:
     args = made.parse_args()
     if args.smoke:
         args.tokens, args.new_tokens, args.repeats, args.dram = min(args.tokens, 40), 3, 1, "24MiB"
-    try:
-        loaded = embedded(args.dtype)
-    except UnsupportedError as refused:
-        print(f"write_policy: skipped, {refused}", file=sys.stderr)
-        return 1
-    payload = measure(args, loaded)
-    if args.json:
-        print(json.dumps(payload, indent=1, default=str))
-    else:
-        show(payload)
-    write_result("write_policy", payload, args.out or (None if args.smoke else RESULTS / "write_policy.json"))
-    return 0
+    return run_on_model("write_policy", args, measure, show)
 
 
 def measure(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:

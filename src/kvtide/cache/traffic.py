@@ -142,12 +142,13 @@ class Traffic:
         lost = units[statuses != OK]
         return lost, ledger.lose(lost)
 
-    def _read(self, units: Ids, layer: int, frames: Ids, cause: Cause) -> Statuses:
+    def _read(self, units: Ids, layers: Ids | int, frames: Ids, cause: Cause) -> Statuses:
+        """Read the fragments (unit, layer) into `frames`. Shapes: units, frames [n]; layers [n], or one for all."""
         if not len(units):
             return np.zeros(0, np.uint8)
         assert self._tier is not None, "a fragment is in no tier"
         requests = np.zeros(len(units), READ_REQUEST)
-        requests["row"], requests["layer"] = np.arange(len(units)), layer
+        requests["row"], requests["layer"] = np.arange(len(units)), layers
         requests["address"] = self._ledger.frame_pool.addresses(frames)
         return self._tier.read(self._ledger.stored_key[units], requests, cause=cause)
 
@@ -263,10 +264,8 @@ class Traffic:
         is_enough = len(taken) == len(absent)
         statuses = np.full(len(absent), FAILED, np.uint8)
         try:
-            if is_enough and self._tier is not None and len(absent):
-                requests = np.zeros(len(absent), READ_REQUEST)
-                requests["layer"], requests["address"] = absent, ledger.frame_pool.addresses(taken)
-                statuses = self._tier.read(ledger.stored_key[[unit]], requests, cause="restore")
+            if is_enough and self._tier is not None:
+                statuses = self._read(np.full(len(absent), unit), absent, taken, "restore")
         finally:
             good, keys = bool((statuses == OK).all()), ledger.stored_key[:0]
             with self._lock:
