@@ -34,7 +34,8 @@ from kvtide.errors import ConfigError, IoError
 from kvtide.spec import SlotLayout
 from kvtide.tiers.contract import Cause, Tier, TierStats
 from kvtide.tiers.file import FileTier
-from kvtide.trace.record import CAUSES, OBJECT_EVENT, Recorder
+from kvtide.trace.events import CAUSES
+from kvtide.trace.record import OBJECT_EVENT, Recorder
 from kvtide.units import format_bytes
 
 
@@ -91,7 +92,7 @@ class TieredCache:
         self._growth = Growth(self.ledger, self._lock, reserve=self._traffic.reserve)
         self._live: dict[int, Sequence] = {}
         self._next_id = 0
-        self.wait_ns = 0
+        self.wait_ns = self._num_steps = 0
         if isinstance(tier, FileTier):
             self.ledger.adopt(tier.inventory())
         self._store_error: BaseException | None = None
@@ -196,6 +197,7 @@ class TieredCache:
         Raises: IoError(ENOSPC) if no tier has room; LostKv if the tail group cannot be read back.
         """
         assert sequence.pending is None, "the last step was not sealed"
+        self._num_steps += 1
         needs = self._growth.needs(sequence, num_tokens)
         with self._lock:
             if self._growth.grow(sequence, needs, None):
@@ -349,5 +351,7 @@ class TieredCache:
             counts.dram_bytes,
             counts.file_bytes,
             waited_ns,
+            self._num_steps - 1,
+            sum(sequence.num_pending for sequence in sequences),
         )
         self._recorder.record_objects(np.array([event], OBJECT_EVENT))

@@ -29,7 +29,8 @@ from kvtide.io.schedule import Merged, merge
 from kvtide.spec import SlotLayout
 from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK, Cause, GroupRecords, Statuses, TierStats
 from kvtide.tiers.header import Decoded, HeaderCodec
-from kvtide.trace.record import CAUSES, OP_EVENT, Recorder
+from kvtide.trace.events import CAUSES
+from kvtide.trace.record import OP_EVENT, Recorder
 
 OP_BYTES_MAX = 1 << 20  # large enough for full bandwidth on any drive measured, small enough to keep depth
 SCAN_SLOTS = 512  # headers read at once when opening

@@ -7,17 +7,14 @@ clock its callers read.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import threading
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.errors import IoError
-
-CAUSES = ("prefill-write", "decode-read", "restore", "prefetch", "demote", "metadata")
+from kvtide.trace.events import CAUSES
+from kvtide.trace.file import About, TraceWriter
 
 OBJECT_EVENT = np.dtype(
     [
@@ -30,6 +27,8 @@ OBJECT_EVENT = np.dtype(
         ("dram_bytes", "<i8"),  # copied to the device from DRAM
         ("file_bytes", "<i8"),  # read from the tier below
         ("wait_ns", "<i8"),  # how long the caller stood still
+        ("step", "<i8"),  # of the cache, counted from 0
+        ("step_tokens", "<i4"),  # new tokens the step computes
     ]
 )
 OP_EVENT = np.dtype(
@@ -117,33 +116,23 @@ class Recorder:
             first = self.ops.num_seen - len(rows)  # the oldest that is kept
         return rows[max(0, start - first) : max(0, end - first)]
 
-    def write_parquet(self, path: Path) -> int:
-        """Write both levels as one Parquet table with a `level` column; return the number of rows.
+    def write_parquet(self, path: Path, about: About | None = None) -> int:
+        """Write both levels as one trace file; return the number of rows. `about` says where they come from.
 
-        The columns are listed in docs/formats.md. The file appears whole or not at all.
-
-        Raises: IoError where it cannot be written.
+        Raises: ConfigError if `path` cannot be a file; IoError where it cannot be written.
         """
         import polars as pl
 
+        about = about or About()
+        about.source = about.source or "kvtide"
         with self._lock:
             kept = {"object": self.objects.rows(), "op": self.ops.rows()}
-        frames = []
-        for level, rows in kept.items():
-            columns = {name: np.ascontiguousarray(rows[name]) for name in rows.dtype.names or () if name != "cause"}
-            frame = pl.DataFrame(columns).with_columns(
-                pl.Series("cause", np.array(CAUSES)[rows["cause"]].tolist(), dtype=pl.String),
-                pl.lit(level).alias("level"),
-            )
-            frames.append(frame)
-        table = pl.concat(frames, how="diagonal").sort("time_ns")
-        partial = path.with_name(path.name + ".partial")
-        try:
-            table.write_parquet(partial)
-            partial.replace(path)
-        except (OSError, pl.exceptions.PolarsError) as error:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-            number = error.errno if isinstance(error, OSError) else None
-            raise IoError(number or errno.EIO, f"cannot write {path}: {error}") from None
-        return int(table.height)
+            about.health.num_lost = self.objects.num_lost + self.ops.num_lost
+        with TraceWriter(path) as writer:
+            for level, rows in kept.items():
+                columns = {name: np.ascontiguousarray(rows[name]) for name in rows.dtype.names or () if name != "cause"}
+                causes = pl.Series(np.array(CAUSES, object)[rows["cause"]].tolist(), dtype=pl.String)
+                writer.add(level, pl.DataFrame(columns).with_columns(causes.alias("cause")))
+            known = np.concatenate([kept["object"]["time_ns"], kept["op"]["time_ns"], kept["op"]["complete_ns"]])
+            about.start_ns, about.end_ns = (int(known.min()), int(known.max())) if len(known) else (0, 0)
+            return writer.finish(about)
