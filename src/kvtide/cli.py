@@ -15,12 +15,14 @@ from typing import Annotated
 import typer
 
 from kvtide import ConfigError, KvtideError, __version__
+from kvtide.cli_probe import PROBE_EXAMPLE, probe
 from kvtide.cli_run import RUN_EXAMPLE, run
 from kvtide.cli_size import SIZE_EXAMPLE, size
 from kvtide.cli_store import store
 from kvtide.units import printable
 
 app = typer.Typer(name="kvtide", add_completion=False, pretty_exceptions_enable=False)
+app.command("probe", epilog=PROBE_EXAMPLE)(probe)
 app.command("run", epilog=RUN_EXAMPLE)(run)
 app.command("size", epilog=SIZE_EXAMPLE)(size)
 app.add_typer(store)

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvtide.errors import ConfigError, UnsupportedError
 from kvtide.io.opening import NAMES
+from kvtide.probe.file import find_knee
 from kvtide.spec import KVShape
 from kvtide.spec.layout import BLOCK_TOKENS_MAX, GROUP_BLOCKS_MAX
 from kvtide.trace.record import Recorder
@@ -52,7 +53,13 @@ def run(
     dram: Annotated[str | None, typer.Option(help="Budget of the DRAM tier. Default: half of the KV.")] = None,
     disk: Annotated[str, typer.Option(help="Capacity of the file tier; 0 for none.")] = "2GiB",
     block_tokens: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
-    group_blocks: Annotated[str, typer.Option(help="Blocks stored together, or auto.")] = "auto",
+    group_blocks: Annotated[
+        str,
+        typer.Option(
+            help="Blocks stored together, or auto: enough for the drive's knee, as `kvtide probe` measured it. A new "
+            "probe may change auto; KV stored in groups of another size is then not found."
+        ),
+    ] = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 48,
     samples: Annotated[int, typer.Option(min=1, max=1024, help="Answers drawn for each question from one prompt.")] = 1,
     salt: Annotated[str, typer.Option(help="Tenant: KV is shared only within one salt.")] = "",
@@ -76,14 +83,16 @@ def run(
     with _waiting(console, "Loading the model"):
         try:
             from kvtide.integrations.transformers import KvStore, load
+            from kvtide.integrations.transformers.store import KNEE_BYTES
             from kvtide.integrations.transformers.turns import Conversation, TurnOptions, TurnRunner
         except ImportError as error:
             raise UnsupportedError(f"{error}; type pip install 'kvtide[transformers]'") from None
 
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        loaded = load(model, dtype=dtype or _fast_dtype(), cache_dir=_cache_dir())
+        loaded = load(model, dtype=dtype or _fast_dtype(), cache_dir=_cache_dir() / "models")
     text = text if text is not None else _default_document(loaded)
     recorder = Recorder()
+    knee = find_knee(_cache_dir(), directory, KNEE_BYTES) if group_blocks == "auto" else None
     options = _store_options(
         loaded,
         text,
@@ -92,7 +101,8 @@ def run(
         max_new_tokens=max_new_tokens,
         num_turns=CHAT_TURNS if chat else len(ask or ()),
         block_tokens=block_tokens,
-        group_blocks=None if group_blocks == "auto" else int(group_blocks),
+        group_blocks=None if knee else int(group_blocks),
+        knee_bytes=knee.num_bytes if knee else KNEE_BYTES,
         engine=engine,
         write_policy=write_policy,
     )
@@ -107,6 +117,7 @@ def run(
             turns.extend(show.turn(runner, conversation, question, index) for question in questions)
         store.cache.flush()
         report = _report(store, turns, verify=verify)
+        report["knee"] = dataclasses.asdict(knee) if knee else None
         if not as_json:
             show.summary(store, turns, verify=verify)
     try:
@@ -262,7 +273,7 @@ def _fast_dtype() -> str | None:
 
 def _cache_dir() -> Path:
     root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "kvtide" / "models"
+    return (Path(root) if root else Path.home() / ".cache") / "kvtide"
 
 
 @contextmanager

@@ -58,6 +58,7 @@ class Side:
     depth: float | None = None  # effective: sum of device time over the window
     burstiness: float | None = None  # coefficient of variation of bytes a bin: 0 even; above 1 bursts
     active_share: float | None = None  # bins with any bytes
+    num_bursts: int = 0  # runs of bins with more bytes than the mean
     roof_share: float | None = None  # achieved over roofline at the same size and depth
 
 
@@ -72,6 +73,7 @@ class Slice:
     depth: float | None = None  # effective, both directions
     depth_busy: float | None = None  # mean depth while anything is in flight
     busy_share: float | None = None  # of the window with anything in flight
+    span_share: float | None = None  # of the window from the first time anything is in flight to the last
     submit_gap_ratio: float | None = None  # median time between issues over median device time; 1 / depth when even
     num_flushes: int = 0
     num_errors: int = 0
@@ -97,7 +99,7 @@ class Kv:
     dram_bytes: int = 0
     file_bytes: int = 0
     device_hit_share: float = 0.0  # of the wanted bytes that were on the device already
-    dram_hit_share: float = 0.0
+    dram_hit_share: float = 0.0  # of the wanted bytes that were copied from DRAM; the rest came from the file
     device_bytes_ratio: float | None = None  # block bytes read over bytes asked of the file
     num_steps: int = 0
     stall_ns_step: float = 0.0  # mean wait of a step
@@ -111,19 +113,22 @@ class Kv:
 class Trust:
     """Whether figures can be believed."""
 
-    num_events: int = 0
+    num_events: int = 0  # of the level counted; of samples the moments with a disk's rates, times and depth
     lost_share: float = 0.0
     unmatched_share: float = 0.0  # issues without completion and completions without issue, but for the edges
-    little_residual: float | None = None  # |N - X R| / max of both: N counted from issues and completions
+    little_residual: float | None = None  # |N - X R| / max of both: N counts every event, X R pairs only
     malformed_share: float = 0.0
     has_completions: bool = True
+    num_impossible: int = 0  # samples that cannot be, such as a device busy for 264 % of the time
 
 
 @dataclass(slots=True)
 class Indicators:
     """All figures of a trace."""
 
-    level: str = "block"  # the level that slices are counted from: block where there is any, else op, else call
+    level: str = "block"  # the level that slices are counted from: block where there is any, else op, else call, sample
+    num_rows: dict[str, int] = field(default_factory=dict)  # of each level
+    device: str = ""  # number of the device that moved most bytes, as `about.devices` has it
     whole: Slice = field(default_factory=Slice)
     causes: dict[str, Slice] = field(default_factory=dict)
     phases: dict[str, Slice] = field(default_factory=dict)  # prefill, restore, decode
@@ -133,6 +138,12 @@ class Indicators:
     call: Side | None = None  # reads and writes as the program asked for them, latency in `device`
     stack_share: float | None = None  # 1 - (queue + device time) / call time: what software above the device took
     page_cache_share: float | None = None  # 1 - block bytes / bytes the program asked for; below 0 read-ahead waste
+    call_bytes: int = 0  # read and written, as the program asked for them
+    block_bytes: int = 0  # read and written by the device
+    meta_call_share: float | None = (
+        None  # calls that touch names, attributes or wait for a disk, of these and data calls
+    )
+    meta_time_share: float | None = None  # time in them, of the time in these and data calls
     host_cpu_share: float | None = None  # of a core, from samples
     attributed_share: float | None = None  # block bytes with a known cause
     write_bytes_per_day: float | None = None

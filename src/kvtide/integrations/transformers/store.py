@@ -38,7 +38,7 @@ LOST_MAX = 8  # every matched group may be lost once; a disk that loses more tha
 class StoreOptions:
     """Budgets and places. `directory` None or `disk_bytes` 0 means no file tier.
 
-    Changes which KV may be reused: block_tokens, group_blocks, adapter. All else changes speed and room.
+    Changes which KV may be reused: block_tokens, group_blocks, knee_bytes, adapter. All else changes speed and room.
     """
 
     device_bytes: int
@@ -47,6 +47,7 @@ class StoreOptions:
     directory: Path | None = None
     block_tokens: int = 16
     group_blocks: int | None = None  # None: the smallest whose fragments reach the drive's knee
+    knee_bytes: int = KNEE_BYTES  # read only where `group_blocks` is None
     adapter: str = ""
     engine: str = "auto"
     write_policy: Literal["through", "back"] = "through"
@@ -65,7 +66,7 @@ class KvStore:
     def __init__(self, loaded: LoadedModel, options: StoreOptions, *, recorder: Recorder | None = None) -> None:
         self.loaded, self.options = loaded, options
         shape = KVShape.of(_as_kept_by_transformers(loaded), loaded.dtype)
-        group = options.group_blocks or auto_group_blocks(shape, options.block_tokens, KNEE_BYTES)
+        group = options.group_blocks or auto_group_blocks(shape, options.block_tokens, options.knee_bytes)
         self.layout = SlotLayout(shape, options.block_tokens, group)
         self.identity = Identity.of(
             loaded.spec,
