@@ -19,12 +19,14 @@ from kvtide.cli_probe import PROBE_EXAMPLE, probe
 from kvtide.cli_run import RUN_EXAMPLE, run
 from kvtide.cli_size import SIZE_EXAMPLE, size
 from kvtide.cli_store import store
+from kvtide.cli_trace import TRACE_EXAMPLE, trace
 from kvtide.units import printable
 
 app = typer.Typer(name="kvtide", add_completion=False, pretty_exceptions_enable=False)
 app.command("probe", epilog=PROBE_EXAMPLE)(probe)
 app.command("run", epilog=RUN_EXAMPLE)(run)
 app.command("size", epilog=SIZE_EXAMPLE)(size)
+app.command("trace", epilog=TRACE_EXAMPLE)(trace)
 app.add_typer(store)
 
 

@@ -23,6 +23,8 @@ from kvtide.io.opening import NAMES
 from kvtide.probe.file import find_knee
 from kvtide.spec import KVShape
 from kvtide.spec.layout import BLOCK_TOKENS_MAX, GROUP_BLOCKS_MAX
+from kvtide.trace.extents import traced_file
+from kvtide.trace.file import About
 from kvtide.trace.record import Recorder
 from kvtide.units import format_bytes, parse_bytes, printable
 
@@ -67,7 +69,9 @@ def run(
     engine: Annotated[str, typer.Option(help="auto, uring or threads.")] = "auto",
     write_policy: Annotated[str, typer.Option(help="through: store at once; back: when evicted.")] = "through",
     verify: Annotated[bool, typer.Option("--verify", help="Compare with transformers' own cache.")] = False,
-    trace: Annotated[Path | None, typer.Option(help="Write every object and operation to this Parquet file.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(envvar="KVTIDE_TRACE", help="Write every object and operation to this trace file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Answer questions about a long document, its KV cache kept in device, DRAM and file tiers.
@@ -116,13 +120,14 @@ def run(
             conversation = Conversation(loaded, text)
             turns.extend(show.turn(runner, conversation, question, index) for question in questions)
         store.cache.flush()
+        about = _about(store) if trace is not None else None
         report = _report(store, turns, verify=verify)
         report["knee"] = dataclasses.asdict(knee) if knee else None
         if not as_json:
             show.summary(store, turns, verify=verify)
     try:
         if trace is not None:
-            report["trace"] = {"file": str(trace), "events": recorder.write_parquet(trace)}
+            report["trace"] = {"file": str(trace), "events": recorder.write_parquet(trace, about)}
             show.line(f"Trace: {report['trace']['events']} events in {trace}")
     finally:  # what was measured is told even where the trace cannot be written
         if as_json:
@@ -259,6 +264,16 @@ def _store_options(
         directory=directory,
         **rest,
     )
+
+
+def _about(store: KvStore) -> About:
+    """Return what a trace of `store` must say of itself: the file its ops go to, and where that lies."""
+    about = About(source="kvtide", command=" ".join(sys.argv), pid=os.getpid(), host=os.uname().nodename)
+    if store.namespace is not None:
+        file, why_unknown = traced_file(store.namespace.path / "data.kvt", store.namespace.fd)
+        about.files = [file]
+        about.notes = [f"Block commands cannot be joined to ops: {why_unknown}."] if why_unknown else []
+    return about
 
 
 def _fast_dtype() -> str | None:
