@@ -151,7 +151,7 @@ def texts(raw: npt.NDArray[np.bytes_]) -> pl.Series:
 
     width = -(-raw.dtype.itemsize // 8)
     words = np.zeros((len(raw), width * 8), np.uint8)
-    words[:, : raw.dtype.itemsize] = np.ascontiguousarray(raw).view(np.uint8).reshape(len(raw), -1)
+    words[:, : raw.dtype.itemsize] = np.ascontiguousarray(raw).view(np.uint8).reshape(len(raw), raw.dtype.itemsize)
     halves = words.view("<u8")
     key = np.zeros(len(raw), np.uint64)
     for column in range(width):
