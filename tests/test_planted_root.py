@@ -138,7 +138,16 @@ def loop(tmp_path: Path) -> Iterator[str]:
 
 def test_read_ahead_is_not_called_small_io(loop: str, tmp_path: Path) -> None:
     file = tmp_path / "buffered.kvtrace"
-    load = ["fio", "--name=buffered", f"--filename={loop}", "--size=256M", "--rw=read", "--bs=4k", "--direct=0"]
+    load = [
+        "fio",
+        "--name=buffered",
+        f"--filename={loop}",
+        "--size=256M",
+        "--rw=read",
+        "--bs=4k",
+        "--direct=0",
+        "--fadvise_hint=0",
+    ]
     kvtide("trace", "-o", str(file), "--device", loop, "--json", "--", *load, "--ioengine=psync", "--minimal")
     indicators, verdict = judged(TraceFile(file), None)
     assert indicators.cap_bytes == 128 << 10

@@ -15,7 +15,9 @@ from typing import Annotated
 import typer
 
 from kvtide import ConfigError, KvtideError, __version__
+from kvtide.cli_import import IMPORT_EXAMPLE, import_log
 from kvtide.cli_probe import PROBE_EXAMPLE, probe
+from kvtide.cli_report import REPORT_EXAMPLE, report
 from kvtide.cli_run import RUN_EXAMPLE, run
 from kvtide.cli_size import SIZE_EXAMPLE, size
 from kvtide.cli_store import store
@@ -23,7 +25,9 @@ from kvtide.cli_trace import TRACE_EXAMPLE, trace
 from kvtide.units import printable
 
 app = typer.Typer(name="kvtide", add_completion=False, pretty_exceptions_enable=False)
+app.command("import", epilog=IMPORT_EXAMPLE)(import_log)
 app.command("probe", epilog=PROBE_EXAMPLE)(probe)
+app.command("report", epilog=REPORT_EXAMPLE)(report)
 app.command("run", epilog=RUN_EXAMPLE)(run)
 app.command("size", epilog=SIZE_EXAMPLE)(size)
 app.command("trace", epilog=TRACE_EXAMPLE)(trace)
