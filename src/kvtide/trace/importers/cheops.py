@@ -35,8 +35,12 @@ class Cheops:
             sector(field[3]).alias("sector"),
             sectors_bytes(field[4]).alias("sectors_bytes"),
         )
-        is_event = pl.all_horizontal(
+        is_whole = pl.all_horizontal(
             pl.col(name).is_not_null() for name in ("time_ns", "rwbs", "bytes", "sector", "sectors_bytes")
+        )
+        # The size is told twice; other logs of five columns differ there. Passthrough commands have no sectors.
+        is_event = is_whole & (
+            (pl.col("bytes") == pl.col("sectors_bytes")) | (pl.col("bytes") * pl.col("sectors_bytes") == 0)
         )
         sink.judge(told, is_event=is_event, is_foreign=~pl.col("text").str.contains(LIKE))
         sink.lose(told["text"].str.extract(LOST).cast(pl.Int64, strict=False))

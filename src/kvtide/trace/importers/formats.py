@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -67,11 +68,8 @@ FORMATS = (
     Format("strace", "strace -f -T -ttt -y", '12 1700000000.000001 pread64(3</f>, "", 4096, 0) = 4096 <0.01>', Strace),
     *(
         Format(
-            f"fio-{kind}",
-            f"fio {kind} log",
-            "time_ms, value, direction, size[, offset][, ...]",
-            lambda kind=kind: FioLog(kind),
-        )  # type: ignore[misc]
+            f"fio-{kind}", f"fio {kind} log", "time_ms, value, direction, size[, offset][, ...]", partial(FioLog, kind)
+        )
         for kind in ("lat", "clat", "slat", "bw", "iops")
     ),
     Format("fio-iolog", "fio iolog, version 2 or 3", "fio version 3 iolog", Iolog),
@@ -117,7 +115,7 @@ def import_file(
     path: Path,
     output: Path,
     *,
-    format: str = AUTO,
+    format: str = AUTO,  # noqa: A002 - as on the command line
     on_progress: OnProgress | None = None,
 ) -> Imported:
     """Write the log at `path` as a trace at `output`.

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 TITLE = r"^fio version (\d+) iolog\s*$"
 FILE = r"^(?:(?P<time>\d+) )?(?P<file>\S.*) (?P<action>add|open|close)\s*$"
-IO = r"^(?:(?P<time>\d+) )?(?P<file>\S.*) (?P<action>read|write|trim|sync|datasync|wait) (?P<offset>\d+)(?: (?P<length>\d+))?\s*$"
+IO = (
+    r"^(?:(?P<time>\d+) )?(?P<file>\S.*) (?P<action>read|write|trim|sync|datasync|wait)"
+    r" (?P<offset>\d+)(?: (?P<length>\d+))?\s*$"
+)
 WAIT_US_MIN = 100  # fio itself takes no notice of shorter ones
 FILES_MAX = 1000  # that are named in the trace
 

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from kvtide.trace.importers.sink import Sink
 
 TITLE = r"^Timestamp,Operation,Object_Size_Bytes,Tier,Key,Phase\s*$"
-LINE = r"^(?P<time>\d+(?:\.\d+)?),(?P<operation>[A-Za-z]+),(?P<size>\d+),(?P<tier>[^,]+),(?P<key>.*),(?P<phase>[A-Za-z]*)\s*$"
+LINE = (
+    r"^(?P<time>\d+(?:\.\d+)?),(?P<operation>[A-Za-z]+),(?P<size>\d+),"
+    r"(?P<tier>[^,]+),(?P<key>.*),(?P<phase>[A-Za-z]*)\s*$"
+)
 DEVICE, DRAM, FILE = 0, 1, 2
 TIERS = {"tier-0": DEVICE, "gpu": DEVICE, "tier-1": DRAM, "cpu": DRAM, "tier-2": FILE, "nvme": FILE}
 CAUSES = {  # phase, is it a write

@@ -14,7 +14,7 @@ import stat
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from kvtide.errors import ConfigError, FormatError, IoError, UnsupportedError
 
@@ -45,7 +45,7 @@ class Source:
             self._stream = self._unpacked()
             self._first = self._read(PIECE_BYTES)
             if not self._first:
-                raise FormatError(f"{path} is empty: expected a log; try --help for the formats")
+                raise FormatError(f"{path} is empty: expected a log; try --help for the formats")  # noqa: TRY301
         except BaseException:
             self.close()
             raise
@@ -81,7 +81,7 @@ class Source:
     def _unpacked(self) -> IO[bytes]:
         magic = self._raw.peek(4)[:4]
         if magic.startswith(GZIP):
-            return gzip.GzipFile(fileobj=self._raw)
+            return cast("IO[bytes]", gzip.GzipFile(fileobj=self._raw))
         if magic == ZSTD:
             return _zstd(self.path, self._raw)
         if magic == PARQUET:
@@ -133,7 +133,7 @@ def _zstd(path: Path, raw: io.BufferedReader) -> IO[bytes]:
 
 
 def whole_lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the bytes of `pieces`, cut at line breaks. A line over LINE_BYTES_MAX keeps that many bytes and one more."""
+    """Yield the bytes of `pieces`, cut at line breaks. A line over LINE_BYTES_MAX keeps that many and one more."""
     rest, is_skipping = b"", False
     for piece in pieces:
         data = piece

@@ -23,7 +23,8 @@ LINE = r"^(?:\[pid\s+(?P<pid>\d+)\]\s+|(?P<pid_o>\d+)\s+)?(?P<time>\d+\.\d{3,9})
 STARTED = r"^\w+\(.*<unfinished \.\.\.>\s*$"
 RESUMED = r"^<\.\.\. (?P<name>\w+) resumed>"
 CALL = (
-    r"^(?P<name>\w+)\((?P<args>.*)\)\s+= (?P<result>-?\d+|0x[0-9a-f]+|\?)(?P<fd_path><[^>]*>)?(?: (?P<errno>E[A-Z0-9]+))?"
+    r"^(?P<name>\w+)\((?P<args>.*)\)\s+= (?P<result>-?\d+|0x[0-9a-f]+|\?)"
+    r"(?P<fd_path><[^>]*>)?(?: (?P<errno>E[A-Z0-9]+))?"
     r"(?: \(.*\)| [^<(].*)?(?:\s*<(?P<took>\d+\.\d+)>)?\s*$"
 )
 BEGUN = r"^(?P<name>\w+)\((?P<args>.*)$"  # of a call whose second part never came
@@ -118,7 +119,7 @@ class Strace:
             .alias("complete_ns"),
             _arguments(),
             _result(),
-        )
+        ).unnest("arguments")
         self._name_files(calls, sink)
         sink.add("call", calls.select(*_columns(), "complete_ns", "offset", "length", "result"))
 
@@ -126,7 +127,7 @@ class Strace:
         import polars as pl
 
         begun = starts.with_columns(pl.col("rest").str.extract_groups(BEGUN).alias("found")).unnest("found")
-        begun = begun.with_columns(_arguments())
+        begun = begun.with_columns(_arguments()).unnest("arguments")
         sink.add("call", begun.select(*_columns(), pl.lit(0, pl.Int64).alias("result")))
 
     def _name_files(self, calls: pl.DataFrame, sink: Sink) -> None:
@@ -194,6 +195,7 @@ def _result() -> pl.Expr:
 
     numbers = {name: -number for number, name in errno.errorcode.items()}
     failed = pl.col("errno").replace_strict(numbers, default=-errno.EIO, return_dtype=pl.Int64)
+    failed = pl.when(pl.col("errno").is_not_null()).then(failed)
     return pl.coalesce(failed, integer(pl.col("result")), pl.lit(0, pl.Int64)).alias("result")
 
 

@@ -48,9 +48,14 @@ PATTERNS = {
     "LATms": r"(?P<latency_ms>\d+(?:\.\d+)?)",
 }
 NEVER = r"(?P<pid>[^\s\S])"  # matches nothing
-FIELDS = ("start_s", "end_s", "end_ms", "comm", "pid", "disk", "major", "minor", "rwbs", "sector", "bytes")
-FIELDS += ("queue_ms", "latency_ms")
-REMARKS = r"^\s*(?:\[\.\.\.\]|\.\.\.|\^C.*|MAJOR\s+MINOR|Tracing .*|Ending tracing.*|Attach(?:ing|ed) \d+ probes.*|.*\bLost \d+ .*)\s*$"
+FIELDS = (
+    *("start_s", "end_s", "end_ms", "comm", "pid", "disk", "major", "minor", "rwbs", "sector", "bytes"),
+    *("queue_ms", "latency_ms"),
+)
+REMARKS = (
+    r"^\s*(?:\[\.\.\.\]|\.\.\.|\^C.*|MAJOR\s+MINOR|"
+    r"Tracing .*|Ending tracing.*|Attach(?:ing|ed) \d+ probes.*|.*\bLost \d+ .*)\s*$"
+)
 LATENCY_NS_MAX = 86_400_000_000_000  # a day: longer ones are damage
 LOST = r"\b[Ll]ost (\d+) (?:samples|events)"  # of bcc and bpftrace
 

@@ -23,7 +23,8 @@ LINE = (
 )
 # Older kernels have no block_io_start; newer ones print the priority before the brackets.
 COMMAND = (
-    r"^(?P<major>\d+),(?P<minor>\d+) (?P<rwbs>[A-Z]{1,8}) (?:(?P<bytes>\d+) )?(?:\(.*\) )?(?P<sector>-?\d+) \+ (?P<num>\d+)"
+    r"^(?P<major>\d+),(?P<minor>\d+) (?P<rwbs>[A-Z]{1,8}) (?:(?P<bytes>\d+) )?(?:\(.*\) )?"
+    r"(?P<sector>-?\d+) \+ (?P<num>\d+)"
     r"(?: \S+,\S+,\S+)? \[(?P<who>.*)\]\s*$"
 )
 KINDS = {
@@ -117,7 +118,7 @@ class Tracepoints:
         )
 
     def _add_calls(self, told: pl.DataFrame, sink: Sink) -> None:
-        """Add the io_uring requests that are done. An end without its start says too little: a poll ends like a read."""
+        """Add the io_uring requests that are done. An end without its start says too little: polls end like reads."""
         import polars as pl
 
         sink.clock(told["time_ns"])
