@@ -173,12 +173,12 @@ DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 def test_real_logs_import_or_are_refused_for_a_reason(tmp_path: Path) -> None:
     refused = set()
     for path in sorted([*(DATA / "formats").iterdir(), *(DATA / "block").iterdir()]):
-        try:
-            found = import_file(path, tmp_path / "out.kvtrace")
-        except FormatError as error:
-            assert "no single events" in str(error)
+        if path.name.startswith(("biolatency", "biopattern", "btt")):
+            with pytest.raises(FormatError, match="no single events"):
+                import_file(path, tmp_path / "out.kvtrace")
             refused.add(path.name.split("_")[0])
-        else:
-            assert found.about.health.num_malformed == 0
-            assert sum(found.about.rows.values()) > 0
+            continue
+        found = import_file(path, tmp_path / "out.kvtrace")
+        assert found.about.health.num_malformed == 0
+        assert sum(found.about.rows.values()) > 0
     assert refused == {"biolatency", "biopattern", "btt"}
