@@ -21,6 +21,7 @@ from kvtide.cli_report import REPORT_EXAMPLE, report
 from kvtide.cli_run import RUN_EXAMPLE, run
 from kvtide.cli_size import SIZE_EXAMPLE, size
 from kvtide.cli_store import store
+from kvtide.cli_top import TOP_EXAMPLE, top
 from kvtide.cli_trace import TRACE_EXAMPLE, trace
 from kvtide.units import printable
 
@@ -30,6 +31,7 @@ app.command("probe", epilog=PROBE_EXAMPLE)(probe)
 app.command("report", epilog=REPORT_EXAMPLE)(report)
 app.command("run", epilog=RUN_EXAMPLE)(run)
 app.command("size", epilog=SIZE_EXAMPLE)(size)
+app.command("top", epilog=TOP_EXAMPLE)(top)
 app.command("trace", epilog=TRACE_EXAMPLE)(trace)
 app.add_typer(store)
 

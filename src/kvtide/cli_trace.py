@@ -75,7 +75,9 @@ def trace(
     """
     from kvtide.trace.file import TraceWriter
 
-    ask = Ask(output, seconds, pid, command or [], _device(device), calls, queue, max(64 << 10, parse_bytes(buffer)))
+    ask = Ask(
+        output, seconds, pid, command or [], find_device(device), calls, queue, max(64 << 10, parse_bytes(buffer))
+    )
     _check(ask)
     console = Console(stderr=True, highlight=False, markup=False, emoji=False)
     with TraceWriter(output) as writer:
@@ -91,7 +93,7 @@ def trace(
         raise typer.Exit(code if 0 < code < 256 else 1)
 
 
-def _device(name: str | None) -> DeviceCaps:
+def find_device(name: str | None) -> DeviceCaps:
     """Return the device called `name`, or the one under that path.
 
     Raises: ConfigError if there is none.
