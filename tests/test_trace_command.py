@@ -1,0 +1,118 @@
+"""`kvtide trace` and `kvtide top` as people type them: what they refuse, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtide.errors import UnsupportedError
+from kvtide.trace.file import TraceFile
+from kvtide.trace.kernel import find_tracefs, tracefs
+
+KVTIDE = [sys.executable, "-m", "kvtide"]
+
+
+def kvtide(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*KVTIDE, *words], capture_output=True, text=True, timeout=60, check=False, **options)  # type: ignore[call-overload]
+
+
+def can_trace() -> bool:
+    try:
+        find_tracefs()
+    except UnsupportedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "nothing says when to stop"),
+        (["--pid", "999999999"], "no such process"),
+        (["--pid", "1", "--", "true"], "one of them"),
+        (["--seconds", "1", "--calls"], "--calls needs to know whose"),
+        (["--seconds", "1", "--device", "/nowhere"], "does not exist"),
+        (["--seconds", "1", "-o", "/nowhere/x"], "is no directory"),
+        (["--seconds", "1", "--buffer", "much"], "not a size"),
+        (["--", "no-such-command-here"], "no such command"),
+    ],
+)
+def test_what_cannot_be_traced_is_explained(words: list[str], message: str, tmp_path: Path) -> None:
+    done = kvtide("trace", *words, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_exit_code_of_the_command_is_kept(tmp_path: Path) -> None:
+    done = kvtide("trace", "--json", "--", "sh", "-c", "exit 7", cwd=tmp_path)
+    assert done.returncode == 7
+    assert json.loads(done.stdout)["exit_code"] == 7
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.kvtrace"]
+
+
+def test_without_the_kernel_the_rest_is_still_seen(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from kvtide.trace.kernel import tracefs;"
+        "tracefs.TRACEFS = (Path('/nowhere'),); from kvtide.cli import main; main()"
+    )
+    command = [sys.executable, "-c", code, "trace", "--json", "--", "sh", "-c", "sleep 0.6"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "instead" in done.stderr
+    trace = TraceFile(tmp_path / "trace.kvtrace")
+    assert trace.about.source == "proc"
+    assert "cpu_share" in trace.frame("sample")["name"].to_list()
+    shown = kvtide("report", str(tmp_path / "trace.kvtrace"), "--json")
+    assert json.loads(shown.stdout)["traces"][0]["indicators"]["level"] == "sample"
+
+
+@pytest.mark.root
+@pytest.mark.skipif(not can_trace(), reason="the kernel may not be traced here")
+def test_ctrl_c_keeps_what_was_recorded_and_leaves_no_instance(tmp_path: Path) -> None:
+    command = [*KVTIDE, "trace", "--json", "--", "sleep", "30"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    name = f"{tracefs.PREFIX}{running.pid}-"
+    instances = find_tracefs() / "instances"
+    for _ in range(200):
+        if any(path.name.startswith(name) for path in instances.iterdir()):
+            break
+        time.sleep(0.05)
+    time.sleep(0.5)
+    running.send_signal(signal.SIGINT)
+    told, _ = running.communicate(timeout=30)
+    assert any("Interrupted" in note for note in json.loads(told)["notes"])
+    assert not any(path.name.startswith(name) for path in instances.iterdir())
+    assert TraceFile(tmp_path / "trace.kvtrace").about.rows["sample"] > 0
+
+
+@pytest.mark.root
+@pytest.mark.skipif(not can_trace(), reason="the kernel may not be traced here")
+def test_an_instance_of_a_killed_process_is_taken_away(tmp_path: Path) -> None:
+    instances = find_tracefs() / "instances"
+    running = subprocess.Popen([*KVTIDE, "trace", "--seconds", "30"], cwd=tmp_path)
+    name = f"{tracefs.PREFIX}{running.pid}-"
+    for _ in range(200):
+        if any(path.name.startswith(name) for path in instances.iterdir()):
+            break
+        time.sleep(0.05)
+    running.kill()
+    running.wait()
+    assert kvtide("trace", "--seconds", "0.2", cwd=tmp_path).returncode == 0
+    assert not any(path.name.startswith(name) for path in instances.iterdir())
+
+
+@pytest.mark.parametrize("words", [[], ["--pid", str(os.getpid())]])
+def test_top_tells_one_view(words: list[str], tmp_path: Path) -> None:
+    done = kvtide("top", "--count", "1", "--interval", "0.3", "--json", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["seconds"] >= 0.3
+    shown = kvtide("top", "--count", "1", "--interval", "0.3", *words, cwd=tmp_path)
+    assert "ops/s" in shown.stdout
