@@ -13,10 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-import _bench as bench
 import numpy as np
 import polars as pl
 
+import _bench as bench
 from kvtide.trace.events import CAUSES
 from kvtide.trace.file import ROWS_MAX, About, Device, TraceWriter
 
@@ -50,7 +50,7 @@ def make_trace(path: Path, num_rows: int, seed: int) -> None:
 
 
 def timed(words: list[str]) -> tuple[float, int]:
-    """Run a command; return seconds and its peak of resident memory in bytes."""
+    """Run a command; return seconds and its peak of resident memory in bytes, no less than that of this process."""
     begun = time.perf_counter()
     child = subprocess.Popen(words, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(child.pid, 0)
