@@ -1,7 +1,7 @@
 """How long does a report of a large trace take, and how much memory?
 
-A trace of 10 million block commands is made up (4 to 512 KiB, six causes, 30 layers), then `kvtide report --html` runs in
-a process of its own. The yardstick is polars adding up the lengths of the same file.
+A trace of 10 million block commands is made up (4 to 512 KiB, six causes, 30 layers), then `kvtide report --html` runs
+in a process of its own. The yardstick is polars adding up the lengths of the same file.
 """
 
 from __future__ import annotations
