@@ -69,7 +69,8 @@ def main() -> int:
     try:
         Capture(CaptureOptions(device=caps.number)).close()
     except UnsupportedError as refused:
-        print(f"skipped: {refused}")
+        print(f"skipped: {refused}", file=sys.stderr)
+        bench.write_result("trace_cost", {"result": "skipped", "reason": str(refused)}, words.out)
         return 0
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in MODES}
     try:
@@ -80,31 +81,36 @@ def main() -> int:
                     samples[name].append(found)
     finally:
         file.unlink(missing_ok=True)
-    result = told(samples)
+    result = {
+        "question": "what does tracing cost, and how fast is a capture decoded?",
+        "environment": bench.environment(words.dir),
+        "seed": words.seed,
+        "repeats": repeats,
+        "seconds": seconds,
+        "modes": told(samples),
+    }
     if words.json:
         print(json.dumps(result, indent=1))
     else:
         for name, row in result["modes"].items():
             print(f"{name:24} {json.dumps(row)}")
-    payload = {"environment": bench.environment(words.dir), "seconds": seconds, "repeats": repeats, **result}
     out = words.out or (None if words.smoke else bench.RESULTS / "trace_cost.json")
-    bench.write_result("trace_cost", payload, out)
+    bench.write_result("trace_cost", result, out)
     return 0
 
 
-def told(samples: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return medians a mode, and the IOPS of each turn against the untraced run of that turn."""
+def told(samples: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, object]]:
+    """Return figures a mode, and the IOPS of each turn against the untraced run of that turn."""
     base = [row["iops"] for row in samples["untraced"]]
-    modes = {}
+    modes: dict[str, dict[str, object]] = {}
     for name, rows in samples.items():
-        figures = {key: bench.summary([row[key] for row in rows])["median"] for key in rows[0]}
-        ratios = [row["iops"] / plain for row, plain in zip(rows, base, strict=True)]
-        figures["iops_ratio_median"] = bench.summary(ratios)["median"]
-        figures["iops_ratio_spread"] = bench.summary(ratios)["spread"]
-        if "num_lost" in figures:
+        figures: dict[str, object] = {"label": "measured"}
+        figures |= {key: bench.summary([row[key] for row in rows]) for key in rows[0] if key != "num_lost"}
+        figures["iops_ratio"] = bench.summary([row["iops"] / plain for row, plain in zip(rows, base, strict=True)])
+        if "num_lost" in rows[0]:
             figures["num_lost"] = sum(row["num_lost"] for row in rows)
         modes[name] = figures
-    return {"modes": modes}
+    return modes
 
 
 if __name__ == "__main__":

@@ -80,6 +80,11 @@ def main() -> int:
         trace.unlink(missing_ok=True)
         page.unlink(missing_ok=True)
     result = {
+        "question": "how long does a report of a large trace take, and how much memory?",
+        "environment": bench.environment(words.dir),
+        "label": "measured",
+        "seed": words.seed,
+        "repeats": repeats,
         "num_rows": num_rows,
         "file_bytes": num_bytes,
         "page_bytes": page_bytes,
@@ -89,7 +94,7 @@ def main() -> int:
     }
     print(json.dumps(result, indent=1))
     out = words.out or (None if words.smoke else bench.RESULTS / "trace_report.json")
-    bench.write_result("trace_report", {"environment": bench.environment(words.dir), **result}, out)
+    bench.write_result("trace_report", result, out)
     return 0
 
 

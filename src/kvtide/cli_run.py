@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvtide.cli_asking import check_questions, default_document, questions, read_document
 from kvtide.errors import ConfigError, UnsupportedError
 from kvtide.io.opening import NAMES
 from kvtide.probe.file import find_knee
@@ -34,12 +35,6 @@ if TYPE_CHECKING:
 
 RUN_EXAMPLE = "Example: kvtide run --document notes.txt --ask 'What is decided?' --device-memory 16MiB --dram 64MiB"
 DEFAULT_DIR = ".kvtide/store"
-DOCUMENT_TOKENS = 4000  # of the default text: enough that computing it again hurts, few enough for two cores
-DEFAULT_QUESTIONS = (
-    ("What does the assert statement do?", "How can it be switched off?"),
-    ("What is the difference between break and continue?", "Give one line of code for each."),
-)
-DOCUMENT_BYTES_MAX = 64 << 20  # no model has positions for more
 CHAT_TURNS = 64  # that the default budgets have room for
 
 
@@ -81,8 +76,8 @@ def run(
     given = {"--device-memory": device_memory, "--dram": dram, "--disk": disk}
     sizes = {name: _size(name, text) for name, text in given.items()}
     _check_choices(group_blocks, block_tokens, write_policy, engine, trace)
-    _check_questions(ask, document, chat=chat)
-    text = _read_document(document)
+    check_questions(ask, document, chat=chat)
+    text = read_document(document)
     console = Console(stderr=as_json, highlight=False, markup=False, emoji=False)
     with _waiting(console, "Loading the model"):
         try:
@@ -94,7 +89,7 @@ def run(
 
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         loaded = load(model, dtype=dtype or _fast_dtype(), cache_dir=_cache_dir() / "models")
-    text = text if text is not None else _default_document(loaded)
+    text = text if text is not None else default_document(loaded)
     recorder = Recorder()
     knee = find_knee(_cache_dir(), directory, KNEE_BYTES) if group_blocks == "auto" else None
     options = _store_options(
@@ -116,9 +111,9 @@ def run(
         turn_options = TurnOptions(max_new_tokens=max_new_tokens, num_samples=samples, salt=salt, is_verified=verify)
         runner = TurnRunner(store, recorder, turn_options, on_text=show.text, on_prefill=show.prefill)
         turns: list[Turn] = []
-        for index, questions in enumerate(_questions(ask, chat=chat, has_document=document is not None)):
+        for index, asked in enumerate(questions(ask, chat=chat, has_document=document is not None)):
             conversation = Conversation(loaded, text)
-            turns.extend(show.turn(runner, conversation, question, index) for question in questions)
+            turns.extend(show.turn(runner, conversation, question, index) for question in asked)
         store.cache.flush()
         about = _about(store) if trace is not None else None
         report = _report(store, turns, verify=verify)
@@ -169,72 +164,6 @@ def _check_choices(group_blocks: str, block_tokens: int, write_policy: str, engi
         raise ConfigError(f"--trace: {trace} is no regular file; type another one")
     if trace is not None and not os.access(trace.absolute().parent, os.W_OK | os.X_OK):
         raise ConfigError(f"--trace: {trace.absolute().parent} may not be written to; type another file")
-
-
-def _check_questions(ask: list[str] | None, document: str | None, *, chat: bool) -> None:
-    if chat and ask:
-        raise ConfigError("--chat asks from the keyboard, --ask from the command line; type one of them")
-    if chat and document == "-":
-        raise ConfigError("--chat and --document - both read standard input; type the path of a text file")
-    if any(not question.strip() for question in ask or ()):
-        raise ConfigError("--ask is empty; type a question")
-
-
-def _read_document(name: str | None) -> str | None:
-    """Return the document's text, None for the default one.
-
-    Raises: ConfigError if it cannot be read, is empty, no text or too long.
-    """
-    if name is None:
-        return None
-    try:
-        if name == "-":
-            raw = sys.stdin.buffer.read(DOCUMENT_BYTES_MAX + 1) if sys.stdin is not None else b""
-        else:
-            with Path(name).open("rb") as file:
-                raw = file.read(DOCUMENT_BYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError(f"--document {name}: {error.strerror}; type the path of a text file, or -") from None
-    if len(raw) > DOCUMENT_BYTES_MAX:
-        raise ConfigError(f"--document {name} is larger than {format_bytes(DOCUMENT_BYTES_MAX)}; give a shorter text")
-    try:
-        text = raw.decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--document {name} is no UTF-8 text: byte {error.start}; convert it first") from None
-    if not text.strip():
-        raise ConfigError(f"--document {name} is empty: there is nothing to ask about")
-    return text
-
-
-def _default_document(loaded: LoadedModel) -> str:
-    """Return the beginning of the reference texts that ship with Python, cut to a number of tokens."""
-    from pydoc_data import topics
-
-    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
-    limit = min(DOCUMENT_TOKENS, loaded.max_positions // 2)
-    ids = loaded.tokenizer(text[: limit * 8], add_special_tokens=False).input_ids[:limit]
-    return str(loaded.tokenizer.decode(ids))
-
-
-def _questions(ask: list[str] | None, *, chat: bool, has_document: bool) -> list[Any]:
-    if chat:
-        return [_lines()]
-    if ask:  # bytes that are no UTF-8 come as surrogates, which no tokenizer takes
-        return [[question.encode(errors="surrogateescape").decode(errors="replace") for question in ask]]
-    if has_document:
-        return [["Summarise this text in two sentences."]]
-    return [list(questions) for questions in DEFAULT_QUESTIONS]
-
-
-def _lines() -> Iterator[str]:
-    """Yield what is typed, a line a turn, until end of file or an empty line."""
-    while sys.stdin is not None:
-        if sys.stdin.isatty():
-            print("\nAsk (an empty line ends): ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.buffer.readline().decode(errors="replace")
-        if not line.strip():
-            return
-        yield line.strip()
 
 
 def _store_options(

@@ -220,16 +220,14 @@ def _follow(
     if child is not None:
         child.send_signal(signal.SIGCONT)
     until = about.start_ns + int(ask.seconds * 1e9) if ask.seconds else None
-    try:
-        _wait(child, ask.pid, until, gauges, writer, console)
-    except KeyboardInterrupt:
-        about.notes.append("Interrupted: the trace ends there.")
-        if child is not None and child.poll() is None:
-            _end(child)
-    else:
-        if child is not None and child.poll() is None:
+    with _counting_ctrl_c() as ctrl_c:
+        _wait(child, ask.pid, until, gauges, writer, console, ctrl_c)
+        if ctrl_c:
+            about.notes.append("Interrupted: the trace ends there.")
+        elif child is not None and child.poll() is None:
             about.notes.append("The command was ended when the time was over.")
-            _end(child)
+        if child is not None and child.poll() is None:
+            _end(child, ctrl_c)
     about.end_ns = time.monotonic_ns()
     if capture is not None:
         capture.stop()
@@ -244,10 +242,11 @@ def _wait(
     gauges: Gauges,
     writer: TraceWriter,
     console: Console,
+    ctrl_c: list[int],
 ) -> None:
     is_shown = child is None and console.is_terminal
     with _spinner(console, "Recording; Ctrl-C ends it", is_shown=is_shown):
-        while until_ns is None or time.monotonic_ns() < until_ns:
+        while not ctrl_c and (until_ns is None or time.monotonic_ns() < until_ns):
             left_s = (until_ns - time.monotonic_ns()) / 1e9 if until_ns else SAMPLE_S
             if child is None:
                 time.sleep(max(0.0, min(SAMPLE_S, left_s)))
@@ -263,14 +262,33 @@ def _wait(
             writer.add("sample", gauges.sample())
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Let the command end itself, as after Ctrl-C, and kill it if it does not."""
+def _end(child: subprocess.Popen[bytes], ctrl_c: list[int]) -> None:
+    """Let the command end itself, as after Ctrl-C, and kill it if it does not, or at the next Ctrl-C."""
     child.send_signal(signal.SIGINT)
+    seen, until = len(ctrl_c), time.monotonic() + ENDING_S
+    while len(ctrl_c) == seen and time.monotonic() < until:
+        try:
+            child.wait(0.1)
+        except subprocess.TimeoutExpired:
+            continue
+        return
+    child.kill()
+    child.wait()
+
+
+@contextmanager
+def _counting_ctrl_c() -> Iterator[list[int]]:
+    """Give a list that grows at every Ctrl-C: an exception could come in the midst of writing the trace."""
+    pressed: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:  # as in a script's background
+        yield pressed
+        return
+    signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
     try:
-        child.wait(ENDING_S)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        child.kill()
-        child.wait()
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _own_records(own: Path, writer: TraceWriter, about: About) -> OpIndex | None:

@@ -142,7 +142,9 @@ def bandwidth_bound(case: Case) -> Verdict | None:
     else:
         is_over_knee = case.size >= case.roof.knee_bytes
         is_near = case.bytes_per_s >= ROOF_LOW.value * case.roof.bytes_per_s_max
-        is_bound = _is_at_bandwidth(case) or (is_over_knee and case.is_queued and is_near)
+        # A noisy probe misses the roof by much; a queue of large ops is at it by the model alone.
+        is_limit = case.is_queued or case.roof.bound(case.size, case.depth_asked) == "bandwidth"
+        is_bound = _is_at_bandwidth(case) or (is_over_knee and is_limit and is_near)
     if not is_bound:
         return None
     evidence = device_evidence(case)
