@@ -2,7 +2,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: run test check bench fmt clean
+.PHONY: run test check bench fuzz fmt clean
+FUZZ_S := 60
 .DEFAULT_GOAL := run
 
 $(STAMP): pyproject.toml constraints.txt
@@ -18,17 +19,21 @@ test: check
 	$(PY) -m pytest
 
 check: $(STAMP)
-	$(VENV)/bin/ruff format --check src tests benchmarks
-	$(VENV)/bin/ruff check src tests benchmarks
+	$(VENV)/bin/ruff format --check src tests benchmarks fuzz
+	$(VENV)/bin/ruff check src tests benchmarks fuzz
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
 bench: $(STAMP)
 	for b in benchmarks/[a-z]*.py; do $(PY) $$b || exit 1; done
 
+fuzz: $(STAMP)
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
+	$(PY) fuzz/importers.py -max_total_time=$(FUZZ_S) -max_len=4096 -rss_limit_mb=4096
+
 fmt: $(STAMP)
-	$(VENV)/bin/ruff format src tests benchmarks
-	$(VENV)/bin/ruff check --fix src tests benchmarks
+	$(VENV)/bin/ruff format src tests benchmarks fuzz
+	$(VENV)/bin/ruff check --fix src tests benchmarks fuzz
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .hypothesis
