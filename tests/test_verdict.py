@@ -210,3 +210,10 @@ def test_rules_are_asked_in_the_documented_order() -> None:
     text = DOCUMENT.read_text()
     at = [text.index(f"### `{name}`") for name in names if name in VERDICTS]
     assert at == sorted(at), "the document lists verdicts in the order in which they are asked"
+
+
+def test_a_deep_queue_of_large_ops_is_at_the_roof_though_the_probe_says_more() -> None:
+    made = figures(size=1024 * KIB, depth=16.0, latency_ns=16 * 1024 * KIB / (0.6 * ROOF.bytes_per_s_max) * 1e9)
+    assert judge(made, roofline=ROOFLINE).name == "bandwidth-bound"
+    slower = figures(size=1024 * KIB, depth=16.0, latency_ns=16 * 1024 * KIB / (0.3 * ROOF.bytes_per_s_max) * 1e9)
+    assert judge(slower, roofline=ROOFLINE).name == "cannot-say"
