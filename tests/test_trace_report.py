@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import subprocess
@@ -155,3 +156,35 @@ def test_the_page_of_two_traces_shows_both(browser: Any, tmp_path: Path) -> None
     page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length == 12")
     assert "Comparison" in page.inner_text("h1")
     page.close()
+
+
+@pytest.mark.browser
+def test_the_example_of_the_docs_is_drawn(browser: Any, tmp_path: Path) -> None:
+    docs, page_file = Path(__file__).parent.parent / "docs", tmp_path / "page.html"
+    done = report(docs / "data/run.kvtrace", "--probe", docs / "data/probe.json", "--html", page_file, "--json")
+    assert done.returncode == 0, done.stderr
+    page = browser.new_page(viewport={"width": 1100, "height": 900})
+    page.goto(page_file.as_uri())
+    page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length == 7")
+    assert page.inner_text("h1") == "run.kvtrace"
+    page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length > 7")
+    made = page.screenshot()
+    kept = (docs / "img/report.png").read_bytes()
+    assert kept[:4] == made[:4] == b"\x89PNG"
+    assert num_colours(page, made) > 50  # fonts differ between machines, so no two pictures are equal
+    assert num_colours(page, kept) > 50
+    page.close()
+
+
+def num_colours(page: Any, png: bytes) -> int:
+    """Return how many colours a picture has, as the browser decodes it: a blank one has one."""
+    found: int = page.evaluate(
+        """async text => {
+            const image = await createImageBitmap(await (await fetch(text)).blob());
+            const canvas = new OffscreenCanvas(image.width, image.height).getContext("2d");
+            canvas.drawImage(image, 0, 0);
+            return new Set(new Uint32Array(canvas.getImageData(0, 0, image.width, image.height).data.buffer)).size;
+        }""",
+        "data:image/png;base64," + base64.b64encode(png).decode(),
+    )
+    return found

@@ -42,17 +42,17 @@ def charts_of(report: TraceReport, *, probe: Probe | None = None) -> Iterator[tu
         if make(figure, report):
             yield name, _finished(figure)
     if probe is not None:
-        yield "Roofline", _finished(_roofline(report, probe))
+        yield "Roofline", _finished(_roofline(report, probe), legend_below=True)
 
 
-def _finished(figure: Figure) -> dict[str, Any]:
+def _finished(figure: Figure, *, legend_below: bool = False) -> dict[str, Any]:
     figure.update_layout(
         template="plotly_white",
         height=HEIGHT,
         autosize=True,
-        margin={"t": 20, "b": 50, "l": 60, "r": 15},
+        margin={"t": 20, "b": 90 if legend_below else 50, "l": 60, "r": 15},
         font={"size": 14},
-        legend={"orientation": "h", "y": 1.12},
+        legend={"orientation": "h", "y": -0.3 if legend_below else 1.12},
     )
     made: dict[str, Any] = json.loads(figure.to_json())
     return {"data": made["data"], "layout": made["layout"], "config": {"responsive": True, "displaylogo": False}}
@@ -77,7 +77,12 @@ def _timeline(figure: Figure, report: TraceReport) -> bool:
         rate = np.asarray(values) / (line.bin_ns / 1e9) / 2**20
         colour = COLOURS[index % len(COLOURS)]
         figure.add_scatter(
-            x=_seconds(report).tolist(), y=rate.tolist(), name=_name(name), stackgroup="all", line={"color": colour}
+            x=_seconds(report).tolist(),
+            y=rate.tolist(),
+            name=_name(name),
+            stackgroup="all",
+            line={"color": colour, "width": 0, "shape": "hv"},  # an outline would hide what lies below it
+            fillcolor=colour,
         )
     figure.update_xaxes(title="s")
     figure.update_yaxes(title="MiB/s")
@@ -166,8 +171,11 @@ def _roofline(report: TraceReport, probe: Probe) -> Figure:
     from kvtide.report.roofline_html import WorkloadPoint, roofline_figure
 
     points = []
-    for name, part in {"all": report.figures.whole, **report.figures.causes}.items():
+    for name, part in (report.figures.causes or {"all": report.figures.whole}).items():
         for side, is_write in ((part.read, False), (part.write, True)):
-            if side.num_ops:
-                points.append(WorkloadPoint(_name(name), side.sizes.mean_bytes, side.bytes_per_s, is_write))
-    return roofline_figure(probe.roofline, cells=probe.cells, points=points)
+            if side.num_ops:  # a roof says what a device does while it works, not how often it is asked
+                rate = side.bytes_per_s / (part.busy_share or 1.0)
+                points.append(WorkloadPoint(_name(name), side.sizes.mean_bytes, rate, is_write))
+    figure = roofline_figure(probe.roofline, cells=probe.cells, points=points)
+    figure.update_yaxes(title_text="rate while in flight", col=1)
+    return figure

@@ -127,11 +127,18 @@ def whole_measures(figures: Indicators) -> list[Measure]:
         Measure("errors", f"{whole.num_errors:,}", whole.num_errors),
         Measure("bytes with a known cause", share(figures.attributed_share), figures.attributed_share),
         Measure("software above the device", share(figures.stack_share), figures.stack_share),
-        Measure("served by the page cache", share(figures.page_cache_share), figures.page_cache_share),
+        _page_cache(figures.page_cache_share),
         Measure("CPU of one core", share(figures.host_cpu_share), figures.host_cpu_share),
         Measure("writes a day", NONE if day is None else format_bytes(day), day),
         Measure("drive writes a day", number(figures.drive_writes_per_day), figures.drive_writes_per_day),
     ]
+
+
+def _page_cache(part: float | None) -> Measure:
+    """Return how much of what calls asked for no device read, or how much more devices read than was asked for."""
+    if part is not None and part < 0:
+        return Measure("device reads no call asked for", share(-part), part)  # read-ahead, or faults on mapped files
+    return Measure("served by the page cache", share(part), part)
 
 
 def kv_measures(kv: Kv) -> list[Measure]:

@@ -58,8 +58,8 @@ def roofline_figure(
         title={"text": html.escape(printable(title))} if title else None,
         template="plotly_white",
         height=520,
-        legend={"title": {"text": "depth"}},
-        margin={"t": 90 if title else 50, "b": 60, "l": 80, "r": 20},
+        legend={"title": {"text": "depth"}, "orientation": "h", "y": -0.2},  # above stand the names of the panels
+        margin={"t": 90 if title else 50, "b": 100, "l": 80, "r": 20},
     )
     return figure
 

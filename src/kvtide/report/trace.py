@@ -32,6 +32,8 @@ from kvtide.report.measures import (
 from kvtide.trace.findings import Verdict
 
 SERIES_MAX = 40  # means of samples that are shown
+NAME_WIDTH_MAX = 24
+WIDTH_FOR_RATE = 96  # columns; below, the rate gives way: it is bytes over the window
 
 
 def show(reports: Sequence[TraceReport], console: Console) -> None:
@@ -83,9 +85,12 @@ def _show_figures(report: TraceReport, console: Console) -> None:
     for title, parts in (("By cause", figures.causes), ("By phase", figures.phases)):
         rows = slice_rows(list(parts.values()))
         if rows:
-            table = _table(title, SLICE_COLUMNS, num_left=2)
+            kept = [i for i, name in enumerate(SLICE_COLUMNS) if name != "rate" or console.width >= WIDTH_FOR_RATE]
+            table = _table(title, [SLICE_COLUMNS[i] for i in kept], num_left=2)
+            for index in (0, 1):
+                table.columns[index].min_width = min(NAME_WIDTH_MAX, max(len(row[index]) for row in rows))
             for row in rows:
-                table.add_row(*map(Text, row))
+                table.add_row(*(Text(row[i]) for i in kept))
             console.print(table)
     _show_list("Device and host", whole_measures(figures), console)
     if figures.kv is not None:
