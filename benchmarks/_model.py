@@ -18,8 +18,9 @@ import torch
 import transformers
 
 from _bench import RESULTS, write_result
+from kvtide.cache.steps import PREFILL_TOKENS
 from kvtide.errors import UnsupportedError
-from kvtide.integrations.transformers import PREFILL_TOKENS, LoadedModel, StoreOptions, load
+from kvtide.integrations.transformers import LoadedModel, StoreOptions, load
 from kvtide.spec import KVShape
 
 

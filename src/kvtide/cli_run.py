@@ -177,7 +177,8 @@ def _store_options(
     **rest: Any,
 ) -> StoreOptions:
     """Fill in budgets that were not given, from the KV of the document: a tenth on the device, half in DRAM."""
-    from kvtide.integrations.transformers import PREFILL_TOKENS, StoreOptions
+    from kvtide.cache.steps import PREFILL_TOKENS
+    from kvtide.integrations.transformers import StoreOptions
 
     num_tokens = len(loaded.tokenizer(text, add_special_tokens=False).input_ids)
     num_tokens += max(4, num_turns) * (max_new_tokens + 64)

@@ -88,7 +88,7 @@ class Growth:
         assert grown is not None, "fewer units than there were"
         units = np.array([*([grown.copy[1]] if grown.copy else []), *grown.new_units], np.int64)
         ledger.begin(units)
-        ledger.frame_pool.rows[frames] = 0
+        ledger.frame_pool.clear(frames)
         ledger.bind(frames, np.repeat(units, num_layers), np.tile(np.arange(num_layers), len(units)))
         if grown.copy:
             self._copy_unit(sequence, grown.copy[0], grown.copy[1], needs.filled)
@@ -100,7 +100,7 @@ class Growth:
 
     def _copy_unit(self, sequence: Sequence, source: int, target: int, num_tokens: int) -> None:
         ledger = self._ledger
-        ledger.frame_pool.rows[ledger.frames[target]] = ledger.frame_pool.rows[ledger.frames[source]]
+        ledger.frame_pool.copy(ledger.frames[source], ledger.frames[target])
         ledger.num_tokens[target] = num_tokens
         first = (len(sequence.tokens) // self._layout.tokens_per_group) * self._layout.group_blocks
         keys = sequence.keys[first:]

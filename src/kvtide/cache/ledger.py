@@ -26,7 +26,7 @@ class Ledger:
     Shapes: per unit [num_units]; frames [num_units, L], -1 where a fragment is not in DRAM.
     """
 
-    def __init__(self, layout: SlotLayout, *, num_units: int, num_frames: int, evictor: str) -> None:
+    def __init__(self, layout: SlotLayout, *, num_units: int, frame_pool: FramePool, evictor: str) -> None:
         self.layout = layout
         num_layers, group = layout.num_layers, layout.group_blocks
         self.pool, self.index = UnitPool(num_units), PrefixIndex()
@@ -42,7 +42,7 @@ class Ledger:
         self.is_busy = np.zeros(num_units, np.bool_)
         self.was_refused = np.zeros(num_units, np.bool_)  # the tier below did not take it
         self.frames = np.full((num_units, num_layers), -1, np.int64)
-        self.frame_pool = FramePool(num_frames, max(layout.fragment_padded_bytes))
+        self.frame_pool, num_frames = frame_pool, frame_pool.num_frames
         self.frame_evictor = make_evictor(evictor, num_frames)
         self.frame_unit = np.full(num_frames, -1, np.int64)
         self.frame_layer = np.zeros(num_frames, np.int64)

@@ -34,6 +34,7 @@ from kvtide.errors import ConfigError, IoError
 from kvtide.spec import SlotLayout
 from kvtide.tiers.contract import Cause, Tier, TierStats
 from kvtide.tiers.file import FileTier
+from kvtide.tiers.memory import FramePool
 from kvtide.trace.events import CAUSES
 from kvtide.trace.record import OBJECT_EVENT, Recorder
 from kvtide.units import format_bytes
@@ -76,16 +77,23 @@ class TieredCache:
         tier: Tier | None = None,
         recorder: Recorder | None = None,
         clock: Callable[[], int] = time.perf_counter_ns,
+        mover: Mover | None = None,
+        frame_pool: type[FramePool] = FramePool,
     ) -> None:
+        """Make a cache, whose frames are kept by `frame_pool`, and whose jobs run on `mover`: None, a thread of its own.
+
+        Raises: ConfigError for budgets too small, or unknown names.
+        """
         check_dram(layout, options.dram_bytes)
         frame_bytes = max(layout.fragment_padded_bytes)
         if options.write_policy not in {"through", "back"}:
             raise ConfigError(f"unknown write policy {options.write_policy!r}; type through or back")
-        num_frames = options.dram_bytes // frame_bytes
+        pool = frame_pool(options.dram_bytes // frame_bytes, frame_bytes)
         num_slots = tier.stats().capacity_bytes // layout.slot_bytes if tier is not None else 0
         self.layout, self._options, self._tier, self._clock = layout, options, tier, clock
         self._digest, self._recorder = identity_digest, recorder
-        self.ledger = Ledger(layout, num_units=num_slots + num_frames, num_frames=num_frames, evictor=options.evictor)
+        num_units = num_slots + pool.num_frames
+        self.ledger = Ledger(layout, num_units=num_units, frame_pool=pool, evictor=options.evictor)
         self.windows = Windows(layout, arena)
         self._lock = threading.Condition(threading.RLock())
         self._traffic = Traffic(self.ledger, self.windows, tier, self._lock)
@@ -96,7 +104,7 @@ class TieredCache:
         if isinstance(tier, FileTier):
             self.ledger.adopt(tier.inventory())
         self._store_error: BaseException | None = None
-        self._mover = Mover()
+        self._mover = mover or Mover()
         self._loader = Loader(self.ledger, self.windows, self._traffic, self._mover, self._lock)
 
     # Sequences
@@ -242,19 +250,18 @@ class TieredCache:
         Shapes: k [T, k_bytes of a token], v [T, v_bytes].
         """
         assert sequence.pending is not None, "no step was begun"
-        layer, group = window.layer, self.layout.tokens_per_group
+        layer = window.layer
         shape, k_part = self.layout.shape.layers[layer], self.layout.k_bytes[layer]
-        v_part = group * shape.v_bytes
-        done = 0
+        pool, done = self.ledger.frame_pool, 0
         with self._lock:
             frames = self.ledger.frames[sequence.pending[:, 0], layer].tolist()
         # Bytes move outside the lock: frames of open units stay theirs.
         for index, (_, start, end) in zip(frames, sequence.pending.tolist(), strict=True):
-            frame, num = self.ledger.frame_pool.rows[index], end - start
-            frame[:k_part].reshape(group, -1)[start:end] = k[done : done + num]
-            if v_part:
-                frame[k_part : k_part + v_part].reshape(group, -1)[start:end] = v[done : done + num]
-            done += num
+            rows = slice(done, done + end - start)
+            pool.put(index, 0, shape.k_bytes, start, k[rows])
+            if shape.v_bytes:
+                pool.put(index, k_part, shape.v_bytes, start, v[rows])
+            done = rows.stop
         with self._lock:
             window.uids[row] = self.ledger.uid[sequence.units]
             window.num_tokens[row] = len(sequence.tokens) + sequence.num_pending

@@ -6,7 +6,7 @@ Theory. An operation passes four stations; each may hold it up, and the last one
 
     channel (one of `parallelism`) -> gate (`iops_max` a second) -> medium (latency) -> bus (bytes a second)
 
-So depth 1 costs latency + length / rate, and a deep queue runs into the lowest of parallelism / latency, `iops_max`
+So depth 1 costs latency + length / rate (of the bus, or of one channel where that is slower), and a deep queue runs into the lowest of parallelism / latency, `iops_max`
 and the bus. Files are sparse: what was never written costs no memory and reads as zeros.
 """
 
@@ -38,10 +38,14 @@ class DeviceModel:
     read_bytes_per_s: int
     write_bytes_per_s: int
     parallelism: int
+    read_channel_bytes_per_s: int = 0  # of one operation in flight; 0: that of the bus
+    write_channel_bytes_per_s: int = 0
 
     def __post_init__(self) -> None:
         rates = (self.iops_max, self.read_bytes_per_s, self.write_bytes_per_s, self.parallelism)
-        if min(rates) < 1 or min(self.read_latency_ns, self.write_latency_ns, self.sync_latency_ns) < 0:
+        least = (self.read_latency_ns, self.write_latency_ns, self.sync_latency_ns)
+        least += (self.read_channel_bytes_per_s, self.write_channel_bytes_per_s)
+        if min(rates) < 1 or min(least) < 0:
             raise ConfigError(f"{self}: rates and parallelism must be at least 1, latencies at least 0")
 
 
@@ -59,15 +63,16 @@ class DeviceQueue:
         model, now_ps = self._model, now_ns * PS_PER_NS
         if kind == FSYNC:
             return now_ns + model.sync_latency_ns
-        latency_ns, rate = (
-            (model.read_latency_ns, model.read_bytes_per_s)
+        latency_ns, rate, own_rate = (
+            (model.read_latency_ns, model.read_bytes_per_s, model.read_channel_bytes_per_s)
             if kind == READ
-            else (model.write_latency_ns, model.write_bytes_per_s)
+            else (model.write_latency_ns, model.write_bytes_per_s, model.write_channel_bytes_per_s)
         )
         start_ps = max(now_ps, heapq.heappop(self._channels_ps), self._gate_ps)
         self._gate_ps = start_ps + 10**12 // model.iops_max
-        done_ps = max(start_ps + latency_ns * PS_PER_NS, self._bus_ps[kind]) + length * 10**12 // rate
-        self._bus_ps[kind] = done_ps
+        ready_ps = start_ps + latency_ns * PS_PER_NS
+        self._bus_ps[kind] = max(ready_ps, self._bus_ps[kind]) + length * 10**12 // rate
+        done_ps = max(self._bus_ps[kind], ready_ps + (length * 10**12 // own_rate if own_rate else 0))
         heapq.heappush(self._channels_ps, done_ps)
         return -(-done_ps // PS_PER_NS)
 

@@ -55,10 +55,14 @@ class FramePool:
         if frame_bytes % PAGE_BYTES:
             raise ConfigError(f"frames of {frame_bytes} bytes: a multiple of {PAGE_BYTES} is needed for direct I/O")
         self.num_frames, self.frame_bytes = num_frames, frame_bytes
-        self.arena = Arena(num_frames * frame_bytes)
-        self.rows = self.arena.buffer.reshape(num_frames, frame_bytes)
+        self.address, self.rows = self._make_room()
         self._free = np.arange(num_frames - 1, -1, -1, dtype=np.int64)
         self._num_free = num_frames
+
+    def _make_room(self) -> tuple[int, npt.NDArray[np.uint8]]:
+        """Return the address of the first frame, and all of them as rows."""
+        self.arena = Arena(self.num_frames * self.frame_bytes)
+        return self.arena.address, self.arena.buffer.reshape(self.num_frames, self.frame_bytes)
 
     @property
     def num_free(self) -> int:
@@ -80,7 +84,43 @@ class FramePool:
 
     def addresses(self, frames: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """Return the address of each frame."""
-        return (self.arena.address + frames * self.frame_bytes).astype(np.uint64)
+        return (self.address + frames * self.frame_bytes).astype(np.uint64)
+
+    def clear(self, frames: npt.NDArray[np.int64]) -> None:
+        """Fill frames with zeros."""
+        self.rows[frames] = 0
+
+    def copy(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
+        """Copy frames to as many others."""
+        self.rows[targets] = self.rows[sources]
+
+    def put(self, frame: int, start: int, row_bytes: int, first_row: int, rows: npt.NDArray[np.uint8]) -> None:
+        """Put rows of equal length, from number `first_row` on, into the part of a frame that begins at `start`.
+
+        Shapes: rows [n, row_bytes].
+        """
+        at = start + first_row * row_bytes
+        self.rows[frame, at : at + rows.size].reshape(rows.shape)[:] = rows
+
+
+class HollowFramePool(FramePool):
+    """Frames without memory, for a cache whose I/O is only modelled: what is put is not kept.
+
+    Shapes: rows as in a FramePool, but every byte is the same one.
+    """
+
+    def _make_room(self) -> tuple[int, npt.NDArray[np.uint8]]:
+        one = np.zeros(1, np.uint8)
+        return PAGE_BYTES, np.lib.stride_tricks.as_strided(one, (self.num_frames, self.frame_bytes), (0, 0))
+
+    def clear(self, frames: npt.NDArray[np.int64]) -> None:
+        """Do nothing: no frame holds anything."""
+
+    def copy(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
+        """Do nothing."""
+
+    def put(self, frame: int, start: int, row_bytes: int, first_row: int, rows: npt.NDArray[np.uint8]) -> None:
+        """Do nothing."""
 
 
 def bytes_at(address: int, length: int) -> npt.NDArray[np.uint8]:

@@ -2,16 +2,14 @@
 
 from kvtide.integrations.transformers.kvcache import TieredKv
 from kvtide.integrations.transformers.models import DEFAULT_MODEL, LoadedModel, load
-from kvtide.integrations.transformers.store import PREFILL_TOKENS, KvStore, Session, StoreOptions, next_prefill_end
+from kvtide.integrations.transformers.store import KvStore, Session, StoreOptions
 
 __all__ = [
     "DEFAULT_MODEL",
-    "PREFILL_TOKENS",
     "KvStore",
     "LoadedModel",
     "Session",
     "StoreOptions",
     "TieredKv",
     "load",
-    "next_prefill_end",
 ]

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from kvtide.cache import CacheOptions, CpuArena, LostKv, TieredCache
+from kvtide.cache.steps import next_prefill_end
 from kvtide.cache.tiered import check_dram
 from kvtide.cache.windows import DeviceArena
 from kvtide.errors import ConfigError, UnsupportedError
@@ -29,7 +30,6 @@ from kvtide.tiers.namespace import OpenNamespace, open_namespace
 from kvtide.trace.record import Recorder
 
 KNEE_BYTES = 128 << 10  # where the drives measured in benchmarks/group_size stop gaining from larger reads
-PREFILL_TOKENS = 512  # a step of prefill: enough for full matrix speed on a CPU, few enough for small budgets
 
 LOST_MAX = 8  # every matched group may be lost once; a disk that loses more than these of what we just wrote is broken
 
@@ -235,14 +235,6 @@ def _dice(device: torch.device) -> Callable[[], None]:
             torch.cuda.set_rng_state(cuda, device)
 
     return restore
-
-
-def next_prefill_end(start: int, num_tokens: int) -> int:
-    """Return where the prefill step that begins at `start` ends: at a multiple of PREFILL_TOKENS, or at the end.
-
-    Fixed places make the same tokens run through the same steps, whatever was kept of them before.
-    """
-    return min((start // PREFILL_TOKENS + 1) * PREFILL_TOKENS, num_tokens)
 
 
 def _tell_tokens(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from kvtide.cache.steps import next_prefill_end
 from kvtide.integrations.transformers.models import LoadedModel
-from kvtide.integrations.transformers.store import KvStore, Session, next_prefill_end
+from kvtide.integrations.transformers.store import KvStore, Session
 from kvtide.trace.record import Recorder
 
 
