@@ -16,6 +16,7 @@ import typer
 
 from kvtide import ConfigError, KvtideError, __version__
 from kvtide.cli_import import IMPORT_EXAMPLE, import_log
+from kvtide.cli_plan import PLAN_EXAMPLE, plan
 from kvtide.cli_probe import PROBE_EXAMPLE, probe
 from kvtide.cli_report import REPORT_EXAMPLE, report
 from kvtide.cli_run import RUN_EXAMPLE, run
@@ -27,6 +28,7 @@ from kvtide.units import printable
 
 app = typer.Typer(name="kvtide", add_completion=False, pretty_exceptions_enable=False)
 app.command("import", epilog=IMPORT_EXAMPLE)(import_log)
+app.command("plan", epilog=PLAN_EXAMPLE)(plan)
 app.command("probe", epilog=PROBE_EXAMPLE)(probe)
 app.command("report", epilog=REPORT_EXAMPLE)(report)
 app.command("run", epilog=RUN_EXAMPLE)(run)

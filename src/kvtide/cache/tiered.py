@@ -80,7 +80,7 @@ class TieredCache:
         mover: Mover | None = None,
         frame_pool: type[FramePool] = FramePool,
     ) -> None:
-        """Make a cache, whose frames are kept by `frame_pool`, and whose jobs run on `mover`: None, a thread of its own.
+        """Make a cache. `frame_pool` keeps its frames, jobs run on `mover` (None: a thread of its own).
 
         Raises: ConfigError for budgets too small, or unknown names.
         """

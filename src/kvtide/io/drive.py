@@ -6,8 +6,9 @@ Theory. An operation passes four stations; each may hold it up, and the last one
 
     channel (one of `parallelism`) -> gate (`iops_max` a second) -> medium (latency) -> bus (bytes a second)
 
-So depth 1 costs latency + length / rate (of the bus, or of one channel where that is slower), and a deep queue runs into the lowest of parallelism / latency, `iops_max`
-and the bus. Files are sparse: what was never written costs no memory and reads as zeros.
+So depth 1 costs latency + length / rate (of the bus, or of one channel where that is slower), and a deep queue runs
+into the lowest of parallelism / latency, `iops_max` and the bus. Files are sparse: what was never written costs no
+memory and reads as zeros.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ class DeviceModel:
     parallelism: int
     read_channel_bytes_per_s: int = 0  # of one operation in flight; 0: that of the bus
     write_channel_bytes_per_s: int = 0
+    write_iops_max: int = 0  # 0: `iops_max`, which then counts both
 
     def __post_init__(self) -> None:
         rates = (self.iops_max, self.read_bytes_per_s, self.write_bytes_per_s, self.parallelism)
-        least = (self.read_latency_ns, self.write_latency_ns, self.sync_latency_ns)
-        least += (self.read_channel_bytes_per_s, self.write_channel_bytes_per_s)
-        if min(rates) < 1 or min(least) < 0:
+        latencies = (self.read_latency_ns, self.write_latency_ns, self.sync_latency_ns)
+        channels = (self.read_channel_bytes_per_s, self.write_channel_bytes_per_s)
+        if min(rates) < 1 or min(*latencies, *channels, self.write_iops_max) < 0:
             raise ConfigError(f"{self}: rates and parallelism must be at least 1, latencies at least 0")
 
 
@@ -55,7 +57,7 @@ class DeviceQueue:
     def __init__(self, model: DeviceModel) -> None:
         self._model = model
         self._channels_ps = [0] * model.parallelism  # a heap: when each channel is free
-        self._gate_ps = 0
+        self._gate_ps = [0, 0]  # of reads, of writes; one for both where their rates are not told apart
         self._bus_ps = [0, 0]  # of reads, of writes
 
     def complete_ns(self, kind: int, length: int, now_ns: int) -> int:
@@ -68,8 +70,9 @@ class DeviceQueue:
             if kind == READ
             else (model.write_latency_ns, model.write_bytes_per_s, model.write_channel_bytes_per_s)
         )
-        start_ps = max(now_ps, heapq.heappop(self._channels_ps), self._gate_ps)
-        self._gate_ps = start_ps + 10**12 // model.iops_max
+        gate = kind if model.write_iops_max else READ
+        start_ps = max(now_ps, heapq.heappop(self._channels_ps), self._gate_ps[gate])
+        self._gate_ps[gate] = start_ps + 10**12 // (model.iops_max if gate == READ else model.write_iops_max)
         ready_ps = start_ps + latency_ns * PS_PER_NS
         self._bus_ps[kind] = max(ready_ps, self._bus_ps[kind]) + length * 10**12 // rate
         done_ps = max(self._bus_ps[kind], ready_ps + (length * 10**12 // own_rate if own_rate else 0))

@@ -42,7 +42,7 @@ class HollowEngine:
         """Return what is done, moving the clock to the completion waited for."""
         entered_ns = self._clock.now_ns()
         wait_num = min(wait_num, len(self._running) + len(self._queue))
-        rows = []
+        rows: list[tuple[int, ...]] = []
         while self._running and (len(rows) < wait_num or self._running[0][0] <= entered_ns):
             complete_ns, tag, length, depth, submit_ns = heapq.heappop(self._running)
             self._clock.advance_to(complete_ns)

@@ -6,7 +6,8 @@ bytes are kept. Decides nothing about what to keep. Next: simulate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 

@@ -99,10 +99,7 @@ class FileTier:
         num_slots: int,
         *,
         recorder: Recorder | None = None,
-        is_hollow: bool = False,
     ) -> None:
-        """Make a tier over `fd`; `is_hollow` where buffers have no bytes that could be checked (see io.hollow)."""
-        self._is_hollow = is_hollow
         self.layout, self.num_slots, self.table = layout, num_slots, SlotTable.empty(num_slots, layout)
         self._engine, self._fd, self._recorder = engine, fd, recorder
         self._codec = HeaderCodec(layout, identity_digest)
@@ -345,8 +342,6 @@ class FileTier:
 
     def _checksums(self, layers: npt.NDArray[np.integer], addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         """Return the xxh3-64 of each fragment in memory, padding included."""
-        if self._is_hollow:
-            return np.zeros(len(addresses), np.uint64)
         views = (self._views[layer](at) for layer, at in zip(layers.tolist(), addresses.tolist(), strict=True))
         return np.fromiter(map(xxhash.xxh3_64_intdigest, views), np.uint64, len(addresses))
 

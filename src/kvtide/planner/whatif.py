@@ -1,0 +1,152 @@
+"""What one change would gain, from which prefix on loading beats computing, and what a drive endures. Pure.
+
+Next: report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from kvtide.errors import ConfigError
+from kvtide.hardware import Catalogue, raid0
+from kvtide.planner.closed import Plan, compute_use, drive_use, link_use, overlap, plan, read_pattern
+from kvtide.planner.inputs import Job, Machine
+from kvtide.planner.placement import place
+from kvtide.sizing import size_report
+from kvtide.spec import Layout
+
+GAIN_MIN = 1.005  # a change that gains less is not shown as one
+DAY_S = 86_400.0
+_FASTER_LINK = {"pcie3-x16": "pcie4-x16", "pcie4-x16": "pcie5-x16", "pcie5-x16": "pcie6-x16", "pcie6-x16": "nvlink-c2c"}
+_FASTER_PATH = {"buffered": "direct", "direct": "io_uring", "io_uring": "passthrough", "passthrough": "spdk"}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change and what it does. Gains are old time over new time; `reason` says why it cannot be, if it cannot."""
+
+    name: str
+    ttft_gain: float = 1.0
+    itl_gain: float = 1.0
+    bound: str = ""
+    reason: str = ""
+
+
+def changes(found: Plan, catalogue: Catalogue) -> list[Change]:
+    """Return every single change tried, best first."""
+    made = []
+    for name, job, machine in _variants(found.job, found.machine, catalogue):
+        try:
+            other = plan(job, machine)
+        except ConfigError as refused:
+            made.append(Change(name, reason=str(refused)))
+            continue
+        gains = found.ttft_ns / other.ttft_ns, found.itl_ns / other.itl_ns
+        made.append(Change(name, *gains, bound=other.phases["decode"].bound))
+    return sorted(made, key=lambda change: (bool(change.reason), -change.itl_gain, -change.ttft_gain))
+
+
+def _variants(job: Job, machine: Machine, catalogue: Catalogue) -> Iterator[tuple[str, Job, Machine]]:
+    if machine.ssd is not None:
+        twice = replace(machine, ssd=raid0(machine.ssd, 2), num_ssds=2 * machine.num_ssds)
+        yield "twice as many drives", job, twice
+        yield f"depth {4 * machine.depth} instead of {machine.depth}", job, replace(machine, depth=4 * machine.depth)
+        yield "twice as many threads for I/O", job, replace(machine, num_io_threads=2 * machine.num_io_threads)
+    if faster := _FASTER_PATH.get(machine.io_path.name):
+        yield f"I/O path {faster}", job, replace(machine, io_path=catalogue.io_path(faster))
+    if machine.link is not None and (faster := _FASTER_LINK.get(machine.link.name)):
+        yield f"link {faster}", job, replace(machine, link=catalogue.link(faster))
+    placement = place(job, machine)
+    if placement.kv_bytes["ssd"]:
+        yield "all KV in DRAM", job, replace(machine, dram_bytes=machine.dram_bytes + placement.kv_bytes["ssd"])
+        yield (
+            "CXL memory for what is on the drives",
+            job,
+            replace(machine, cxl=machine.cxl or catalogue.memory("cxl-expander"),
+                    cxl_bytes=machine.cxl_bytes + placement.kv_bytes["ssd"]),
+        )  # fmt: skip
+    yield "twice as many GPUs", job, replace(machine, num_gpus=2 * machine.num_gpus)
+    slot = job.slot()
+    if job.fragment_bytes is not None:
+        yield "reads four times as large", replace(job, fragment_bytes=4 * job.fragment_bytes), machine
+    elif job.select == 1.0:
+        group = 4 * slot.group_blocks
+        larger = replace(job, layout=Layout.LAYER_MAJOR, group_blocks=group)
+        yield f"groups of {group} blocks instead of {slot.group_blocks}", larger, machine
+    yield "reading a tenth of the KV a step", replace(job, select=job.select / 10), machine
+    if not job.is_overlapped:
+        yield "loading the next layer while one computes", replace(job, is_overlapped=True), machine
+    yield "half the batch", replace(job, batch=max(1, job.batch // 2)), machine
+
+
+@dataclass(frozen=True, slots=True)
+class BreakEven:
+    """From how many tokens on loading a prefix from a tier beats computing it; None: never, up to the context."""
+
+    tier: str
+    tokens: int | None
+    load_ns: float  # of the whole context of one sequence
+    compute_ns: float
+
+
+def break_even(job: Job, machine: Machine) -> list[BreakEven]:
+    """Return for each tier below the device from which prefix length on loading is faster, one sequence at a time."""
+    rows = []
+    for tier in ("dram", "cxl", "ssd"):
+        if (tier == "ssd" and machine.ssd is None) or (tier == "cxl" and machine.cxl is None):
+            continue
+        one = replace(job, batch=1, select=1.0)
+        low, high = 1, job.context
+        if _load_ns(one, machine, tier, high) >= _compute_ns(one, machine, high):
+            found: int | None = None
+        else:
+            while low < high:
+                middle = (low + high) // 2
+                is_better = _load_ns(one, machine, tier, middle) < _compute_ns(one, machine, middle)
+                low, high = (low, middle) if is_better else (middle + 1, high)
+            found = low
+        loading, computing = _load_ns(one, machine, tier, job.context), _compute_ns(one, machine, job.context)
+        rows.append(BreakEven(tier, found, loading, computing))
+    return rows
+
+
+def _load_ns(job: Job, machine: Machine, tier: str, num_tokens: int) -> float:
+    num_ops, size, together = read_pattern(job, num_tokens)
+    num_bytes = num_ops * size
+    uses = {"link": link_use(num_bytes, size, machine)}
+    if tier == "ssd" and machine.ssd is not None:
+        uses["ssd"] = drive_use(machine.ssd.read, num_bytes, num_ops, size, machine, together=together)
+    latency_ns = machine.link.latency_ns * job.shape().num_layers if machine.link else 0.0
+    return latency_ns + overlap(uses, job.shape().num_layers, is_overlapped=job.is_overlapped)
+
+
+def _compute_ns(job: Job, machine: Machine, num_tokens: int) -> float:
+    work = size_report(job.model, num_tokens=num_tokens, batch=1, dtype=job.kv_dtype).prefill
+    return compute_use(work, job, machine).time_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Endurance:
+    """What a machine that is never idle writes to its drives. `rated` is what they are made for; None: not known."""
+
+    bytes_per_day: float
+    drive_writes_per_day: float
+    rated: float | None
+
+
+def endurance(found: Plan) -> Endurance | None:
+    """Return the wear when one batch follows the other; None without drives that take KV."""
+    machine, written = found.machine, found.placement.kv_bytes["ssd"]
+    if machine.ssd is None or not written or not machine.disk_bytes:
+        return None
+    batch_s = (found.ttft_ns + found.job.output * found.itl_ns) / 1e9
+    a_day = written / batch_s * DAY_S
+    return Endurance(a_day, a_day / machine.disk_bytes, machine.ssd.drive_writes_per_day)
+
+
+def cost_per_million(found: Plan, gpu_hour: float) -> float:
+    """Return the price of a million output tokens, in the currency of `gpu_hour`."""
+    batch_s = (found.ttft_ns + found.job.output * found.itl_ns) / 1e9
+    tokens_per_s = found.job.batch * found.job.output / batch_s
+    return gpu_hour * found.machine.num_gpus / 3600 / tokens_per_s * 1e6
