@@ -182,7 +182,7 @@ def test_device_model_agrees_with_the_roof_of_reads(ssd: Ssd, size: int, depth: 
 
 
 @pytest.mark.parametrize("ssd", DRIVES, ids=lambda ssd: ssd.name)
-@pytest.mark.parametrize(("size", "depth"), [(4 * KIB, 1), (128 * KIB, DEEP), (MIB, 1), (MIB, DEEP)])
+@pytest.mark.parametrize(("size", "depth"), [(4 * KIB, 1), (4 * KIB, DEEP), (128 * KIB, DEEP), (MIB, 1), (MIB, DEEP)])
 def test_device_model_agrees_with_the_roof_of_writes(ssd: Ssd, size: int, depth: int) -> None:
     assert simulated(ssd, size, depth, WRITE) == pytest.approx(float(ssd.write.bytes_per_s(size, depth)), rel=0.1)
 

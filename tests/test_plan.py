@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvtide import cli
 from kvtide.errors import ConfigError
 from kvtide.hardware import Catalogue, load
 from kvtide.planner.closed import overlap, plan, read_pattern
 from kvtide.planner.examples import article, article_job, article_machine, study
 from kvtide.planner.inputs import Job, Machine
 from kvtide.planner.options import PlanOptions, build, sweep
+from kvtide.planner.simulate import simulate
 from kvtide.planner.whatif import break_even, changes, endurance
 from kvtide.spec import Layout
 from kvtide.spec.presets import preset
-
-KVTIDE = [sys.executable, "-m", "kvtide"]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +33,12 @@ def catalogue() -> Catalogue:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*KVTIDE, "plan", *words], capture_output=True, text=True, check=False)
+    """Run the command in this process: a new one for each case would take most of the time."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["kvtide", "plan", *words])
+        code = cli._run()
+    return subprocess.CompletedProcess(list(words), code, out.getvalue(), err.getvalue())
 
 
 def test_the_worked_case_has_its_figures() -> None:
@@ -152,7 +160,7 @@ def test_what_cannot_be_is_explained(words: list[str], told: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_sweep_keeps_its_order_and_says_what_cannot_be(catalogue: Catalogue) -> None:
+def test_a_sweep_keeps_its_order_and_says_what_cannot_be() -> None:
     rows = sweep(PlanOptions("llama-3-8b"), ["gpus=1,3", "depth=1,64"])
     assert [values for values, _ in rows] == [
         {"gpus": gpus, "depth": depth} for gpus in ("1", "3") for depth in ("1", "64")
@@ -184,3 +192,30 @@ def test_disaggregation_hands_kv_over(catalogue: Catalogue) -> None:
     assert handed.uses["network"].time_ns == pytest.approx(sending_ns, rel=0.01)
     assert found.ttft_ns > found.phases["prefill"].total_ns
     assert isinstance(found.machine, Machine)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"dram": "64GiB", "kv_on_device": "0"},  # every byte over the link
+        {"dram": "600MiB", "kv_on_device": "1GiB", "batch": 1},  # every byte on the device
+        {"dram": "600MiB", "kv_on_device": "0", "ssd": "sata", "context": 8000},  # nearly every byte over a slow drive
+    ],
+    ids=["link", "device", "drive"],
+)
+def test_both_forms_agree_where_one_resource_sets_the_pace(catalogue: Catalogue, changed: dict[str, Any]) -> None:
+    options = replace(PlanOptions("llama-3-8b", batch=2, context=4000, output=1, disk="100GiB"), **changed)
+    job, machine = build(replace(options, any_context=True), catalogue)
+    closed, simulated = plan(job, machine), simulate(job, machine)
+    assert simulated.is_steady
+    assert simulated.itl_ns == pytest.approx(closed.itl_ns, rel=0.1)
+
+
+def test_a_simulation_says_what_it_found() -> None:
+    done = run("llama-3-8b", "--batch", "1", "--context", "1024", "--dram", "4GiB", "--simulate", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["simulated"]
+    assert found["is_steady"]
+    assert found["written_bytes"] >= 1024 * 131_072  # written through: every token's KV
+    refused = run("llama-3-8b", "--select", "0.1", "--simulate")
+    assert refused.returncode == 2

@@ -13,13 +13,16 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 
 from kvtide.errors import ConfigError
 from kvtide.hardware import Catalogue
 from kvtide.hardware import load as load_catalogue
 from kvtide.planner.closed import plan as make_plan
 from kvtide.planner.examples import article, study
+from kvtide.planner.inputs import Job, Machine
 from kvtide.planner.options import PlanOptions, build, sweep
+from kvtide.planner.simulate import Simulated, simulate
 from kvtide.planner.whatif import break_even, changes, cost_per_million, endurance
 from kvtide.report.plan import PlanReport, SweepPoint, phase_json, plan_json, print_plan, print_sweep, sweep_json
 from kvtide.report.plan_examples import print_article, print_study
@@ -64,6 +67,9 @@ def plan(
     hardware: Annotated[Path | None, typer.Option(help="A catalogue file of your own hardware.")] = None,
     gpu_hour: Annotated[float | None, typer.Option(min=0, help="Price of one GPU for an hour.")] = None,
     sweeps: Annotated[list[str] | None, typer.Option("--sweep", help="KEY=A,B,C; several: every combination.")] = None,
+    simulated: Annotated[
+        bool, typer.Option("--simulate", help="Run the production cache under virtual time, too.")
+    ] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page to this file.")] = None,
     example: Annotated[str | None, typer.Option(help=f"A worked case: {' or '.join(EXAMPLES)}.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -81,7 +87,7 @@ def plan(
         disaggregate, any_context, probe,
     )  # fmt: skip
     points = _swept(options, sweeps or [], catalogue)
-    report = None if points else _report(options, catalogue, gpu_hour)
+    report = None if points else _report(options, catalogue, gpu_hour, is_simulated=simulated)
     if html is not None:
         html.write_text(plan_page(report, points), encoding="utf-8")
     if as_json:
@@ -95,11 +101,18 @@ def plan(
         console.print(f"Page in {html}", markup=False)
 
 
-def _report(options: PlanOptions, catalogue: Catalogue, gpu_hour: float | None) -> PlanReport:
+def _report(options: PlanOptions, catalogue: Catalogue, gpu_hour: float | None, *, is_simulated: bool) -> PlanReport:
     job, machine = build(options, catalogue)
     found = make_plan(job, machine)
     price = cost_per_million(found, gpu_hour) if gpu_hour is not None else None
-    return PlanReport(found, changes(found, catalogue), break_even(job, machine), endurance(found), price)
+    run = _simulated(job, machine) if is_simulated else None
+    return PlanReport(found, changes(found, catalogue), break_even(job, machine), endurance(found), price, run)
+
+
+def _simulated(job: Job, machine: Machine) -> Simulated:
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("prefill", total=job.batch)
+        return simulate(job, machine, on_progress=lambda done, _: bar.update(task, completed=done))
 
 
 def _swept(options: PlanOptions, words: Sequence[str], catalogue: Catalogue) -> list[SweepPoint]:

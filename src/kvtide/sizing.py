@@ -136,8 +136,8 @@ def size_report(
         total_bytes=total,
         windowed_bytes=batch * _windowed_bytes(shape, num_tokens),
         total_bytes_all_ranks=total * tp_size,
-        prefill=_prefill(model, shape, num_tokens, batch),
-        decode=_decode(model, shape, num_tokens, batch),
+        prefill=step_work(model, shape, num_new=num_tokens, num_old=0, batch=batch),
+        decode=step_work(model, shape, num_new=1, num_old=num_tokens, batch=batch),
         contiguous=_reserved(batch, max(model.max_positions, num_tokens), num_tokens, per_token),
         paged=_reserved(batch, -(-num_tokens // block_tokens) * block_tokens, num_tokens, per_token),
         fragments=_fragment_rows(shape, num_tokens, block_tokens, group_blocks),
@@ -153,26 +153,22 @@ def _reserved(batch: int, tokens: int, used_tokens: int, bytes_per_token: int) -
     return Reservation(batch * tokens * bytes_per_token, batch * used_tokens * bytes_per_token, tokens)
 
 
-def _prefill(model: ModelSpec, shape: KVShape, num_tokens: int, batch: int) -> Phase:
-    weight_flop = 2 * batch * (_multiplied(model) * num_tokens + model.head_params)
+def step_work(model: ModelSpec, shape: KVShape, *, num_new: int, num_old: int, batch: int) -> Phase:
+    """Work of one step of `num_new` tokens of each of `batch` sequences that have the KV of `num_old` already.
+
+    A step of one token decodes: MLA works on the compressed row. A longer one reads the KV it makes once.
+    """
+    is_decode = num_new == 1 and num_old > 0
+    weight_flop = 2 * batch * (_multiplied(model) * num_new + model.head_params)
     attention_flop = batch * sum(
-        _pair_flop(model, layer, compressed=False) * _causal_pairs(num_tokens, layer.window_tokens)
+        _pair_flop(model, layer, compressed=is_decode)
+        * (_causal_pairs(num_old + num_new, layer.window_tokens) - _causal_pairs(num_old, layer.window_tokens))
         for layer in model.layers
     )
-    kv = batch * num_tokens * shape.bytes_per_token * shape.tp_size
-    weights = _weight_bytes(model, batch * num_tokens)
-    return _phase(weight_flop, attention_flop, weights, kv, kv)
-
-
-def _decode(model: ModelSpec, shape: KVShape, num_tokens: int, batch: int) -> Phase:
-    weight_flop = 2 * batch * (_multiplied(model) + model.head_params)
-    attention_flop = batch * sum(
-        _pair_flop(model, layer, compressed=True) * min(num_tokens + 1, layer.window_tokens or num_tokens + 1)
-        for layer in model.layers
-    )
-    read = batch * _windowed_bytes(shape, num_tokens) * shape.tp_size
-    written = batch * shape.bytes_per_token * shape.tp_size
-    return _phase(weight_flop, attention_flop, _weight_bytes(model, batch), read, written)
+    made = num_new * shape.bytes_per_token
+    read = _windowed_bytes(shape, num_old) + (0 if is_decode else made)
+    weights = _weight_bytes(model, batch * num_new)
+    return _phase(weight_flop, attention_flop, weights, batch * read * shape.tp_size, batch * made * shape.tp_size)
 
 
 def _phase(weight_flop: int, attention_flop: int, weights: int, read: int, written: int) -> Phase:

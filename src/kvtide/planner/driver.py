@@ -81,7 +81,7 @@ class Driver:
         sequence = self.cache.open(prompt, salt=salt)
         times = TurnTimes(len(prompt), sequence.matched)
         try:
-            self._prefill(sequence, prompt, len(prompt) + len(answer))
+            self.prefill(sequence, prompt, len(prompt) + len(answer))
             times.ttft_ns = self._clock() - started
             times.prefill_wait_ns = self.cache.wait_ns - waited
             for token in answer[:-1]:
@@ -94,7 +94,8 @@ class Driver:
         self.cache.drain()
         return times
 
-    def _prefill(self, sequence: Sequence, prompt: Seq[int], capacity: int) -> None:
+    def prefill(self, sequence: Sequence, prompt: Seq[int], capacity: int) -> None:
+        """Run what is not kept of `prompt`, in the steps of a real prefill."""
         while (start := sequence.num_tokens) < len(prompt):
             end = next_prefill_end(start, len(prompt))
             self.step([sequence], [prompt[start:end]], capacity)

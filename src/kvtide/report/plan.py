@@ -13,6 +13,7 @@ from rich.text import Text
 
 from kvtide.planner.closed import PhasePlan, Plan
 from kvtide.planner.placement import TIERS
+from kvtide.planner.simulate import Simulated, describe
 from kvtide.planner.whatif import GAIN_MIN, BreakEven, Change, Endurance
 from kvtide.units import format_bytes, format_ns, printable
 
@@ -28,6 +29,7 @@ class PlanReport:
     break_even: list[BreakEven]
     endurance: Endurance | None
     cost_per_million: float | None = None
+    simulated: Simulated | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ def plan_json(report: PlanReport) -> dict[str, Any]:
         "break_even": [asdict(row) for row in report.break_even],
         "endurance": asdict(report.endurance) if report.endurance else None,
         "cost_per_million_tokens": report.cost_per_million,
+        "simulated": asdict(report.simulated) if report.simulated else None,
         "notes": plan.notes,
     }
 
@@ -122,6 +125,8 @@ def print_plan(report: PlanReport, console: Console) -> None:
         console.print(Text(_endurance(report.endurance)))
     if report.cost_per_million is not None:
         console.print(Text(f"A million output tokens cost {report.cost_per_million:,.2f}, the GPUs alone."))
+    if report.simulated is not None:
+        console.print(Text(f"{describe(report.simulated)}; in closed form {format_ns(plan.itl_ns)}."))
     for note in plan.notes:
         console.print(Text(f"Note: {note}"))
 
