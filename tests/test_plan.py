@@ -199,7 +199,13 @@ def test_disaggregation_hands_kv_over(catalogue: Catalogue) -> None:
     [
         {"dram": "64GiB", "kv_on_device": "0"},  # every byte over the link
         {"dram": "600MiB", "kv_on_device": "1GiB", "batch": 1},  # every byte on the device
-        {"dram": "600MiB", "kv_on_device": "0", "ssd": "sata", "context": 8000},  # nearly every byte over a slow drive
+        {
+            "dram": "160MiB",
+            "kv_on_device": "0",
+            "ssd": "sata",
+            "context": 3000,
+            "batch": 1,
+        },  # nearly every byte over a slow drive
     ],
     ids=["link", "device", "drive"],
 )

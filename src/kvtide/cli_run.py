@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvtide.cache.choice import REUSES
 from kvtide.cli_asking import check_questions, default_document, questions, read_document
 from kvtide.errors import ConfigError, UnsupportedError
 from kvtide.io.opening import NAMES
@@ -63,6 +64,9 @@ def run(
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. Default: what is fast here.")] = None,
     engine: Annotated[str, typer.Option(help="auto, uring or threads.")] = "auto",
     write_policy: Annotated[str, typer.Option(help="through: store at once; back: when evicted.")] = "through",
+    reuse: Annotated[
+        str, typer.Option(help="Kept KV below DRAM: auto (load it if that is faster than computing), always, never.")
+    ] = "auto",
     verify: Annotated[bool, typer.Option("--verify", help="Compare with transformers' own cache.")] = False,
     trace: Annotated[
         Path | None, typer.Option(envvar="KVTIDE_TRACE", help="Write every object and operation to this trace file.")
@@ -75,7 +79,7 @@ def run(
     """
     given = {"--device-memory": device_memory, "--dram": dram, "--disk": disk}
     sizes = {name: _size(name, text) for name, text in given.items()}
-    _check_choices(group_blocks, block_tokens, write_policy, engine, trace)
+    _check_choices(group_blocks, block_tokens, write_policy, engine, reuse, trace)
     check_questions(ask, document, chat=chat)
     text = read_document(document)
     console = Console(stderr=as_json, highlight=False, markup=False, emoji=False)
@@ -104,6 +108,7 @@ def run(
         knee_bytes=knee.num_bytes if knee else KNEE_BYTES,
         engine=engine,
         write_policy=write_policy,
+        reuse=reuse,
     )
     show = _Show(console, is_quiet=as_json)
     with KvStore(loaded, options, recorder=recorder) as store:
@@ -147,7 +152,9 @@ def _size(name: str, text: str | None) -> int | None:
     return size
 
 
-def _check_choices(group_blocks: str, block_tokens: int, write_policy: str, engine: str, trace: Path | None) -> None:
+def _check_choices(
+    group_blocks: str, block_tokens: int, write_policy: str, engine: str, reuse: str, trace: Path | None
+) -> None:
     is_number = group_blocks.isascii() and group_blocks.isdigit() and len(group_blocks) < 9
     if group_blocks != "auto" and not (is_number and 1 <= int(group_blocks) <= GROUP_BLOCKS_MAX):
         shown = printable(group_blocks)[:40]
@@ -158,6 +165,8 @@ def _check_choices(group_blocks: str, block_tokens: int, write_policy: str, engi
         raise ConfigError(f"--engine is {printable(engine)!r}; type {', '.join(NAMES)}")
     if write_policy not in {"through", "back"}:
         raise ConfigError(f"--write-policy is {printable(write_policy)!r}; type through or back")
+    if reuse not in REUSES:
+        raise ConfigError(f"--reuse is {printable(reuse)!r}; type {', '.join(REUSES)}")
     if trace is not None and not trace.absolute().parent.is_dir():
         raise ConfigError(f"--trace: {trace.absolute().parent} is no directory; make it, or type another file")
     if trace is not None and os.path.lexists(trace) and not trace.is_file():  # a device would be replaced by a file

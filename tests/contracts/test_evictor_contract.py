@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtide.errors import ConfigError
-from kvtide.evict import make_evictor
+from kvtide.evict import EVICTOR_NAMES, make_evictor
 
-NAMES = ("lru", "fifo", "lip")
+ORDERED = ("lru", "fifo", "lip")
 CAPACITY = 9
 ALL = np.ones(CAPACITY, np.bool_)
 IDS = st.lists(st.integers(0, CAPACITY - 1), max_size=CAPACITY, unique=True)
@@ -29,7 +29,7 @@ def array(ids):
     return np.array(ids, np.int64)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVICTOR_NAMES)
 @given(steps=STEPS)
 @settings(max_examples=50, deadline=None)
 def test_victims_are_in_evictable_and_named_once(name, steps):
@@ -50,10 +50,12 @@ def test_victims_are_in_evictable_and_named_once(name, steps):
             allowed = inside & set(ids)
             assert set(victims) <= allowed
             assert len(victims) == len(set(victims)) == min(max(num[0], 0), len(allowed))
-            assert evictor.victims(num[0], evictable).tolist() == victims  # asking drops nothing
+            again = evictor.victims(num[0], evictable).tolist()  # asking drops nothing
+            assert len(again) == len(victims)
+            assert again == victims or name == "s3-fifo"  # which moves on what it passes
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ORDERED)
 @given(steps=STEPS)
 @settings(max_examples=50, deadline=None)
 def test_the_order_is_that_of_an_ordered_dict(name, steps):
@@ -81,7 +83,7 @@ def test_the_order_is_that_of_an_ordered_dict(name, steps):
     assert evictor.victims(CAPACITY, ALL).tolist() == list(order)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ORDERED)
 def test_an_id_that_comes_back_is_new(name):
     evictor = make_evictor(name, CAPACITY)
     evictor.admit(array([4, 5]))
@@ -120,11 +122,11 @@ def test_a_circle_larger_than_the_tier_defeats_lru_and_not_lip():
     assert hits_of_scans("lip", **circle) == [0, 29, 29, 29]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVICTOR_NAMES)
 def test_a_circle_that_fits_always_hits(name):
     assert hits_of_scans(name, capacity=8, num_entries=8, num_scans=3) == [0, 8, 8]
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"'arc'.*lru, fifo, lip"):
-        make_evictor("arc", 4)
+    with pytest.raises(ConfigError, match=r"'oldest'.*lru, fifo, lip"):
+        make_evictor("oldest", 4)

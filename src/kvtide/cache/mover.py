@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -31,6 +32,10 @@ class Mover:
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="kvtide-mover", daemon=True)
         self._thread.start()
+
+    def now_ns(self) -> int:
+        """Return the time on the line that jobs run on."""
+        return time.perf_counter_ns()
 
     @property
     def is_closed(self) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.blocks import BlockTable
+from kvtide.cache.choice import Choice
 
 
 @dataclass(slots=True)
@@ -35,6 +36,7 @@ class Sequence:
     tokens: list[int]
     keys: list[bytes]
     matched: Match
+    choice: Choice
     pending: npt.NDArray[np.int64] | None = None
     num_pending: int = 0
     units: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))

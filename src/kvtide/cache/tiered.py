@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.blocks import BlockTable, chain_root
+from kvtide.cache.choice import REUSES, Choice, Pace, Reuse, choose, tokens_in_memory
 from kvtide.cache.growth import Growth
 from kvtide.cache.ledger import Ledger
 from kvtide.cache.loader import Loader
@@ -48,6 +49,7 @@ class CacheOptions:
     write_policy: Literal["through", "back"] = "through"
     evictor: str = "lip"
     is_prefetching: bool = True
+    reuse: Reuse = "auto"  # of what is kept below DRAM: if loading is faster than computing, or always, or never
 
 
 def check_dram(layout: SlotLayout, dram_bytes: int) -> None:
@@ -79,6 +81,7 @@ class TieredCache:
         clock: Callable[[], int] = time.perf_counter_ns,
         mover: Mover | None = None,
         frame_pool: type[FramePool] = FramePool,
+        pace: Pace | None = None,
     ) -> None:
         """Make a cache. `frame_pool` keeps its frames, jobs run on `mover` (None: a thread of its own).
 
@@ -86,6 +89,8 @@ class TieredCache:
         """
         check_dram(layout, options.dram_bytes)
         frame_bytes = max(layout.fragment_padded_bytes)
+        if options.reuse not in REUSES:
+            raise ConfigError(f"unknown reuse {options.reuse!r}; type {', '.join(REUSES)}")
         if options.write_policy not in {"through", "back"}:
             raise ConfigError(f"unknown write policy {options.write_policy!r}; type through or back")
         pool = frame_pool(options.dram_bytes // frame_bytes, frame_bytes)
@@ -96,15 +101,17 @@ class TieredCache:
         self.ledger = Ledger(layout, num_units=num_units, frame_pool=pool, evictor=options.evictor)
         self.windows = Windows(layout, arena)
         self._lock = threading.Condition(threading.RLock())
-        self._traffic = Traffic(self.ledger, self.windows, tier, self._lock)
+        self.pace = pace or Pace()
+        self._mover = mover or Mover()
+        self._traffic = Traffic(self.ledger, self.windows, tier, self._lock, self.pace, self._mover.now_ns)
         self._growth = Growth(self.ledger, self._lock, reserve=self._traffic.reserve)
         self._live: dict[int, Sequence] = {}
         self._next_id = 0
         self.wait_ns = self._num_steps = 0
+        self._step_began = (0, 0)  # when, and wait_ns then
         if isinstance(tier, FileTier):
             self.ledger.adopt(tier.inventory())
         self._store_error: BaseException | None = None
-        self._mover = mover or Mover()
         self._loader = Loader(self.ledger, self.windows, self._traffic, self._mover, self._lock)
 
     # Sequences
@@ -123,7 +130,8 @@ class TieredCache:
         """
         ids = np.asarray(tokens, np.int64)
         with self._lock:
-            match = self.match(ids[:-1], salt=salt)
+            found = self.match(ids[:-1], salt=salt)
+            match, choice = self._chosen(found, chain_root(self._digest, salt), ids)
             units = match.units
             self.ledger.pool.share(units)
             self.ledger.reached(units)
@@ -134,10 +142,22 @@ class TieredCache:
                 tokens=ids[: match.num_tokens].tolist(),
                 keys=list(match.keys),
                 matched=match,
+                choice=choice,
             )
             self._next_id += 1
             self._live[sequence.sequence_id] = sequence
-            return sequence
+        if self._recorder is not None and choice.kept_tokens:
+            self._recorder.record_choice(self._clock(), sequence.sequence_id, choice.figures())
+        return sequence
+
+    def _chosen(self, found: Match, root: bytes, tokens: npt.NDArray[np.int64]) -> tuple[Match, Choice]:
+        """Decide how much of `found` is reused; return that, located, and the decision."""
+        resident = self.ledger.is_resident(found.units).tolist()
+        in_memory = tokens_in_memory(resident, self.layout.tokens_per_group, found.num_tokens)
+        choice = choose(found.num_tokens, found.file_bytes, in_memory, self.pace, self._options.reuse)
+        if choice.recomputed_tokens:
+            found = find_prefix(self.ledger, self.windows, tokens[: choice.used_tokens], root=root)
+        return found, choice
 
     def fork(self, sequence: Sequence) -> Sequence:
         """Return a second sequence with the same tokens so far. Nothing is copied until one of them grows."""
@@ -151,6 +171,7 @@ class TieredCache:
                 tokens=list(sequence.tokens),
                 keys=list(sequence.keys),
                 matched=Match(np.array(sequence.table.units, np.int64), len(sequence.tokens), ()),
+                choice=sequence.choice,
             )
             self._next_id += 1
             self._live[child.sequence_id] = child
@@ -206,6 +227,7 @@ class TieredCache:
         """
         assert sequence.pending is None, "the last step was not sealed"
         self._num_steps += 1
+        self._step_began = self._clock(), self.wait_ns
         needs = self._growth.needs(sequence, num_tokens)
         with self._lock:
             if self._growth.grow(sequence, needs, None):
@@ -274,11 +296,18 @@ class TieredCache:
         ids = np.asarray(tokens, np.int64).tolist()
         assert sequence.pending is not None, "no step was begun"
         assert len(ids) == sequence.num_pending, "a step is sealed with as many tokens as it had"
+        self._note_pace(len(ids))
         with self._lock:
             full = self._growth.seal(sequence, ids)
         if len(full) and self._tier is not None and self._options.write_policy == "through":
             job = self._mover.submit(lambda: self._traffic.store(full, "prefill-write"), WRITE_BACK)
             job.add_done_callback(self._note_store)
+
+    def _note_pace(self, num_tokens: int) -> None:
+        """Take in what the step cost, from its first layer's KV to its last one's: all layers but one."""
+        began, waited = self._step_began
+        computed_ns = self._clock() - began - (self.wait_ns - waited)
+        self.pace.note_step(num_tokens, computed_ns * self.layout.num_layers / max(1, self.layout.num_layers - 1))
 
     def pause(self, sequence: Sequence) -> None:
         """Say that `sequence` will not grow for now: its unfilled tail can be found, stored and evicted."""

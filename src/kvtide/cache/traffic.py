@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtide.blocks import KeyArray
+from kvtide.cache.choice import Pace
 from kvtide.cache.ledger import Ids, Ledger
 from kvtide.cache.windows import Window, Windows
 from kvtide.errors import Corrupt, IoError
@@ -43,7 +45,16 @@ class FillCounts:
 class Traffic:
     """Moves fragments. Holds no policy but the order in which room is made."""
 
-    def __init__(self, ledger: Ledger, windows: Windows, tier: Tier | None, lock: threading.Condition) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        windows: Windows,
+        tier: Tier | None,
+        lock: threading.Condition,
+        pace: Pace,
+        now_ns: Callable[[], int],
+    ) -> None:
+        self._pace, self._now_ns = pace, now_ns
         self._ledger, self._windows, self._tier, self._lock = ledger, windows, tier, lock
         self._layout = ledger.layout
         self._rows = ledger.frame_pool.rows
@@ -62,7 +73,7 @@ class Traffic:
         A row is cut before the first unit that lives no more, which `uids` tells: sequences may end before their fill.
         Raises: LostKv if some of it cannot be read; IoError(ENOSPC) if DRAM has no frame to read into.
         """
-        counts, group = FillCounts(), self._layout.tokens_per_group
+        counts, group, started = FillCounts(), self._layout.tokens_per_group, self._now_ns()
         for row, (row_units, row_uids, tokens) in enumerate(zip(units, uids, num_tokens, strict=True)):
             with self._lock:
                 is_dead = self._ledger.uid[row_units] != row_uids
@@ -78,6 +89,7 @@ class Traffic:
                 self._filling = row_units[:0]
             with self._lock:
                 self._remember(window, row, row_uids, wanted)
+        self._pace.note_load(counts.file_bytes, self._now_ns() - started)
         return counts
 
     @staticmethod

@@ -6,6 +6,7 @@ system calls get views over the caller's raw addresses.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -93,7 +94,8 @@ class ThreadEngine:
         for _ in self._threads:  # the queue is first in, first out: every operation is done before a thread ends
             self._work.put(b"")
         for thread in self._threads:
-            thread.join()
+            with contextlib.suppress(RuntimeError):  # an interrupt came before it was started
+                thread.join()
         self._threads.clear()
 
     def __enter__(self) -> Self:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,6 +32,10 @@ class RooflineCompute:
         del num_new, num_old, rows
         return 0.0
 
+    def turn_ns(self) -> float:
+        """Return nothing: tokenising and scheduling are not modelled."""
+        return 0.0
+
     def _total_ns(self, num_new: int, num_old: int, rows: int) -> float:
         key = (num_new, num_old, rows)
         if key not in self._seen:
@@ -56,8 +60,10 @@ class MeasuredCompute:
     Raises: ConfigError if there are fewer than two contexts for some step size, or none.
     """
 
-    def __init__(self, steps: Sequence[StepTime], *, num_layers: int, outside_share: float = 0.0) -> None:
-        """Take measured steps; `outside_share` of a step's time belongs to no layer."""
+    def __init__(
+        self, steps: Sequence[StepTime], *, num_layers: int, outside_share: float = 0.0, turn_ns: float = 0.0
+    ) -> None:
+        """Take measured steps; `outside_share` of a step's time belongs to no layer, `turn_ns` comes once a turn."""
         sizes = sorted({step.num_new for step in steps})
         if not sizes:
             raise ConfigError("no steps were measured")
@@ -71,7 +77,7 @@ class MeasuredCompute:
             lines.append((max(float(slope), 0.0), max(float(base), 0.0)))
         self._sizes = np.array(sizes, np.float64)
         self._slopes, self._bases = (np.array(column) for column in zip(*lines, strict=True))
-        self._num_layers, self._outside = num_layers, outside_share
+        self._num_layers, self._outside, self._turn_ns = num_layers, outside_share, turn_ns
 
     def total_ns(self, num_new: int, num_old: int) -> float:
         """Return the time of a step."""
@@ -89,7 +95,6 @@ class MeasuredCompute:
         """Return the time of what belongs to no layer."""
         return rows * self.total_ns(num_new, num_old) * self._outside
 
-
-def scaled(steps: Sequence[StepTime], factor: float) -> list[StepTime]:
-    """Return the steps of a machine that is `factor` times as slow."""
-    return [replace(step, total_ns=step.total_ns * factor) for step in steps]
+    def turn_ns(self) -> float:
+        """Return what comes once a turn."""
+        return self._turn_ns

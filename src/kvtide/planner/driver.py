@@ -30,6 +30,9 @@ class Compute(Protocol):
     def step_ns(self, num_new: int, num_old: int, rows: int) -> float:
         """Return the time of what belongs to no layer: look-up, head, sampling."""
 
+    def turn_ns(self) -> float:
+        """Return the time of what comes once a turn, before its first step."""
+
 
 class NoCompute:
     """No model at all."""
@@ -42,6 +45,10 @@ class NoCompute:
     def step_ns(self, num_new: int, num_old: int, rows: int) -> float:
         """Return nothing."""
         del num_new, num_old, rows
+        return 0.0
+
+    def turn_ns(self) -> float:
+        """Return nothing."""
         return 0.0
 
 
@@ -80,6 +87,7 @@ class Driver:
         started, waited = self._clock(), self.cache.wait_ns
         sequence = self.cache.open(prompt, salt=salt)
         times = TurnTimes(len(prompt), sequence.matched)
+        self._advance(self._compute.turn_ns())
         try:
             self.prefill(sequence, prompt, len(prompt) + len(answer))
             times.ttft_ns = self._clock() - started

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.cache import CacheOptions, TieredCache
+from kvtide.cache.choice import Pace, Reuse
 from kvtide.cache.mover import DEMAND, Mover
 from kvtide.errors import ConfigError
 from kvtide.io.drive import DeviceModel, DeviceQueue
@@ -38,12 +39,13 @@ NO_DIGEST = bytes(32)
 class HostCosts:
     """What the host's processor adds to each thing the mover does. Times in ns, rates in bytes/s; 0: nothing, at once.
 
-    An op costs `op_ns` to submit and reap; a fragment `fragment_ns` of bookkeeping; its bytes are checked at
-    `check_bytes_per_s` and copied to the device at `copy_bytes_per_s`, `copy_ns` a copy; a job costs `job_ns`.
+    An op costs `op_ns` to submit and reap; a round of completions `round_ns` of bookkeeping, however many they are;
+    bytes are checked at `check_bytes_per_s` and copied to the device at `copy_bytes_per_s`, `copy_ns` a copy; a job
+    costs `job_ns`.
     """
 
     op_ns: float = 0.0
-    fragment_ns: float = 0.0
+    round_ns: float = 0.0
     job_ns: float = 0.0
     check_bytes_per_s: float = 0.0
     copy_bytes_per_s: float = 0.0
@@ -87,8 +89,8 @@ class VirtualMover(Mover):
 
     def __init__(self, main: VirtualClock, own: VirtualClock, *, job_ns: float = 0.0) -> None:
         self.main, self.own = main, own
-        self.busy_ns = 0
-        self._job_ns = job_ns
+        self.busy_ns = self.worked_ns = 0  # with something to do; with the processor
+        self.job_ns = job_ns
         self._jobs: list[tuple[int, int, int, Callable[[], object], _Timed]] = []
         self._numbers = itertools.count()
         self._is_closed = False
@@ -109,6 +111,10 @@ class VirtualMover(Mover):
                 self._jobs[index] = (DEMAND, number, submit_ns, job, queued)
                 heapq.heapify(self._jobs)
                 return
+
+    def now_ns(self) -> int:
+        """Return the time on the mover's line."""
+        return self.own.now_ns()
 
     def run_until(self, time_ns: int) -> None:
         """Run every job that begins before `time_ns`."""
@@ -136,7 +142,7 @@ class VirtualMover(Mover):
         _, _, submit_ns, job, future = heapq.heappop(self._jobs)
         self.own.advance_to(submit_ns)
         started = self.own.now_ns()
-        self.spend(self._job_ns)
+        self.spend(self.job_ns)
         try:
             outcome = job()
         except BaseException as error:  # whoever waits for the future gets it, whatever it is
@@ -148,7 +154,8 @@ class VirtualMover(Mover):
         self.busy_ns += self.own.now_ns() - started
 
     def spend(self, time_ns: float) -> None:
-        """Let time pass on the mover's line."""
+        """Let the processor work on the mover's line."""
+        self.worked_ns += round(time_ns)
         self.own.advance_to(self.own.now_ns() + round(time_ns))
 
 
@@ -157,18 +164,18 @@ class VirtualDevice:
 
     def __init__(self, num_bytes: int, mover: VirtualMover, copy_time_ns: Callable[[int], float]) -> None:
         self.num_bytes, self.copied_bytes, self.num_copies = num_bytes, 0, 0
-        self._mover, self._copy_time_ns = mover, copy_time_ns
+        self.copy_time_ns, self._mover = copy_time_ns, mover
 
     def write(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
         """Take the time of one copy."""
         del offset
         self.copied_bytes += data.size
         self.num_copies += 1
-        self._mover.spend(self._copy_time_ns(data.size))
+        self._mover.spend(self.copy_time_ns(data.size))
 
 
 class VirtualFileTier(FileTier):
-    """The file tier without bytes. What the host does for each fragment takes time on the mover's line."""
+    """The file tier without bytes. What the host does beside the drive takes time on the mover's line."""
 
     def __init__(
         self, device: DeviceModel, mover: VirtualMover, layout: SlotLayout, num_slots: int, costs: HostCosts,
@@ -176,11 +183,15 @@ class VirtualFileTier(FileTier):
     ) -> None:  # fmt: skip
         engine = HollowEngine(DeviceQueue(device), mover.own, depth_max=depth_max, host_ns=round(costs.op_ns))
         super().__init__(engine, HOLLOW_FD, layout, NO_DIGEST, num_slots, recorder=recorder)
-        self._mover, self._costs = mover, costs
+        self.mover, self._costs = mover, costs
+
+    def _count(self, is_write: npt.NDArray[np.bool_], num_bytes: npt.NDArray[np.uint64]) -> None:
+        self.mover.spend(self._costs.round_ns)
+        super()._count(is_write, num_bytes)
 
     def _checksums(self, layers: npt.NDArray[np.integer], addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         num_bytes = int(self._lengths[layers].sum())
-        self._mover.spend(len(addresses) * self._costs.fragment_ns + self._costs.check_time_ns(num_bytes))
+        self.mover.spend(self._costs.check_time_ns(num_bytes))
         return np.zeros(len(addresses), np.uint64)
 
 
@@ -195,11 +206,20 @@ class Budgets:
 
 @dataclass(frozen=True, slots=True)
 class VirtualCache:
-    """A production cache on virtual tiers, and its two clocks' keeper."""
+    """A production cache on virtual tiers, and its two clocks' keeper.
+
+    `steal` is how much longer the main line computes for each ns that the mover's processor works beside it: one over
+    the number of cores where a model computes on all of them, 0 where it computes on a GPU.
+    """
 
     cache: TieredCache
     mover: VirtualMover
     device: VirtualDevice
+    budgets: Budgets
+    options: CacheOptions
+    tier: VirtualFileTier | None
+    recorder: Recorder | None
+    steal: float = 0.0
 
     @property
     def main(self) -> VirtualClock:
@@ -208,8 +228,11 @@ class VirtualCache:
 
     def advance(self, time_ns: float) -> None:
         """Let the main line compute."""
+        worked = self.mover.worked_ns
         self.main.advance_to(self.main.now_ns() + round(time_ns))
         self.mover.run_until(self.main.now_ns())
+        if self.steal:
+            self.main.advance_to(self.main.now_ns() + round(self.steal * (self.mover.worked_ns - worked)))
 
 
 def virtual_cache(
@@ -222,32 +245,73 @@ def virtual_cache(
     depth_max: int = 64,
     write_policy: Literal["through", "back"] = "through",
     evictor: str = "lip",
+    reuse: Reuse = "auto",
     recorder: Recorder | None = None,
+    mover: type[VirtualMover] | None = None,
+    steal: float = 0.0,
 ) -> VirtualCache:
     """Return an empty cache under virtual time. `copy_time_ns` replaces the host's copies by those of a link.
 
     Raises: ConfigError for budgets too small.
     """
-    mover = VirtualMover(VirtualClock(), VirtualClock(), job_ns=costs.job_ns)
-    device = VirtualDevice(budgets.device_bytes, mover, copy_time_ns or costs.copy_time_ns)
+    made = (mover or VirtualMover)(VirtualClock(), VirtualClock(), job_ns=costs.job_ns)
     tier = None
     if drive is not None and budgets.disk_bytes:
         num_slots = (budgets.disk_bytes - PAGE_BYTES) // layout.slot_bytes
         if num_slots < 1:
             raise ConfigError(f"a disk of {format_bytes(budgets.disk_bytes)} holds no group of this layout")
-        tier = VirtualFileTier(drive, mover, layout, num_slots, costs, depth_max=depth_max, recorder=recorder)
+        tier = VirtualFileTier(drive, made, layout, num_slots, costs, depth_max=depth_max, recorder=recorder)
+    options = CacheOptions(dram_bytes=budgets.dram_bytes, write_policy=write_policy, evictor=evictor, reuse=reuse)
+    return _on_tiers(layout, budgets, made, tier, options, copy_time_ns or costs.copy_time_ns, steal, recorder)
+
+
+def reopened(old: VirtualCache, *, pace: Pace | None = None) -> VirtualCache:
+    """Return a new cache on what `old` left in its file tier, as after a restart; `old` is closed.
+
+    `pace` is what the new one knows of the old one's measurements.
+    """
+    old.cache.close()
+    mover = type(old.mover)(old.mover.main, old.mover.own, job_ns=old.mover.job_ns)
+    if old.tier is not None:
+        old.tier.mover = mover
+    return _on_tiers(
+        old.cache.layout,
+        old.budgets,
+        mover,
+        old.tier,
+        old.options,
+        old.device.copy_time_ns,
+        old.steal,
+        old.recorder,
+        pace,
+    )
+
+
+def _on_tiers(
+    layout: SlotLayout,
+    budgets: Budgets,
+    mover: VirtualMover,
+    tier: VirtualFileTier | None,
+    options: CacheOptions,
+    copy_time_ns: Callable[[int], float],
+    steal: float,
+    recorder: Recorder | None,
+    pace: Pace | None = None,
+) -> VirtualCache:
+    device = VirtualDevice(budgets.device_bytes, mover, copy_time_ns)
     cache = TieredCache(
         layout,
         NO_DIGEST,
         device,
-        CacheOptions(dram_bytes=budgets.dram_bytes, write_policy=write_policy, evictor=evictor),
+        options,
         tier=tier,
         recorder=recorder,
         clock=mover.main.now_ns,
         mover=mover,
         frame_pool=HollowFramePool,
+        pace=pace,
     )
-    return VirtualCache(cache, mover, device)
+    return VirtualCache(cache, mover, device, budgets, options, tier, recorder, steal)
 
 
 def make_hollow_rows(num_tokens: int, row_bytes: int) -> npt.NDArray[np.uint8]:

@@ -86,11 +86,18 @@ def tier_table(usage: dict[str, TierStats], path: str) -> Table:
 
 
 def verdict(turns: list[Turn]) -> list[str]:
-    """Return one sentence a phase: what the time went into."""
+    """Return one sentence a phase: what the time went into; and what was kept, but not worth loading."""
     return [
         _sentence("Prefill", [turn.prefill for turn in turns]),
         _sentence("Decode", [turn.decode for turn in turns]),
+        *(_recomputed(index, turn) for index, turn in enumerate(turns, start=1) if turn.recomputed_tokens),
     ]
+
+
+def _recomputed(index: int, turn: Turn) -> str:
+    times = f"{format_ns(turn.expected_load_ns)} to load, {format_ns(turn.expected_compute_ns)} to compute"
+    expected = f": expected were {times}" if turn.expected_load_ns else ""
+    return f"Turn {index}: {turn.recomputed_tokens} kept tokens were computed again, {turn.reuse_reason}{expected}."
 
 
 def _sentence(name: str, phases: list[Phase]) -> str:

@@ -38,6 +38,8 @@ OUR_FILES = (
     "checkpoint.kvt",
     "checkpoint.kvt.partial",
     "data.kvt",
+    "pace.json",
+    "pace.json.partial",
     "identity.json.partial",
     "identity.json",
     "owner.lock",

@@ -12,6 +12,7 @@ Decides who may open, and what in a directory is believed. Knows no policy and n
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -36,6 +37,7 @@ from kvtide.trace.record import Recorder
 from kvtide.units import format_bytes
 
 MARKER = "kvtide-store"
+PACE, PACE_BYTES_MAX = "pace.json", 4096
 MARKER_TEXT = '{"format": "kvtide store", "version": 1}\n'
 DIGEST_CHARS = 32
 _FILE_MAGIC, _CHECKPOINT_MAGIC = b"KVTFILE", b"KVTCHKPT"
@@ -64,6 +66,19 @@ class OpenNamespace:
     was_clean: bool
     fd: int
     lock_fd: int
+
+    def read_pace(self) -> str:
+        """Return what the last owner noted of its pace, cut short; empty where nothing is to be read."""
+        try:
+            with (self.path / PACE).open("rb") as file:
+                return file.read(PACE_BYTES_MAX).decode(errors="replace")
+        except OSError:
+            return ""
+
+    def write_pace(self, text: str) -> None:
+        """Note the pace for the next owner; where that fails, it measures anew."""
+        with contextlib.suppress(OSError):
+            _write_whole(self.path / PACE, text.encode())
 
     def close(self) -> None:
         """Leave a checkpoint, then give up engine, file and lock. Idempotent."""

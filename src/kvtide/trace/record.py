@@ -8,13 +8,19 @@ clock its callers read.
 from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.trace.events import CAUSES
+from kvtide.trace.events import CAUSES, schema
 from kvtide.trace.file import About, TraceWriter
+
+if TYPE_CHECKING:
+    import polars as pl
 
 OBJECT_EVENT = np.dtype(
     [
@@ -92,6 +98,7 @@ class Recorder:
     def __init__(self, max_events: int = 1 << 20) -> None:
         self.objects = Ring(OBJECT_EVENT, max_events)
         self.ops = Ring(OP_EVENT, max_events)
+        self.choices: deque[tuple[int, int, dict[str, float]]] = deque(maxlen=max_events)
         self._lock = threading.Lock()
 
     def record_objects(self, rows: npt.NDArray[np.void]) -> None:
@@ -103,6 +110,11 @@ class Recorder:
         """Record what an engine did. Shapes: rows [n] OP_EVENT."""
         with self._lock:
             self.ops.extend(rows)
+
+    def record_choice(self, time_ns: int, sequence_id: int, figures: Mapping[str, float]) -> None:
+        """Record what became of a kept prefix, and what was expected of each way."""
+        with self._lock:
+            self.choices.append((time_ns, sequence_id, dict(figures)))
 
     def counts(self) -> tuple[int, int]:
         """Return how many object and op events were seen so far: marks for `ops_between`."""
@@ -127,12 +139,26 @@ class Recorder:
         about.source = about.source or "kvtide"
         with self._lock:
             kept = {"object": self.objects.rows(), "op": self.ops.rows()}
+            choices = list(self.choices)
             about.health.num_lost = self.objects.num_lost + self.ops.num_lost
         with TraceWriter(path) as writer:
             for level, rows in kept.items():
                 columns = {name: np.ascontiguousarray(rows[name]) for name in rows.dtype.names or () if name != "cause"}
                 causes = pl.Series(np.array(CAUSES, object)[rows["cause"]].tolist(), dtype=pl.String)
                 writer.add(level, pl.DataFrame(columns).with_columns(causes.alias("cause")))
+            writer.add("sample", _samples(choices))
             known = np.concatenate([kept["object"]["time_ns"], kept["op"]["time_ns"], kept["op"]["complete_ns"]])
             about.start_ns, about.end_ns = (int(known.min()), int(known.max())) if len(known) else (0, 0)
             return writer.finish(about)
+
+
+def _samples(choices: list[tuple[int, int, dict[str, float]]]) -> pl.DataFrame:
+    """Return the rows of level `sample`: one a figure of each decision."""
+    import polars as pl
+
+    rows = [
+        (time_ns, "kvtide", f"sequence {sequence}", name, float(value))
+        for time_ns, sequence, figures in choices
+        for name, value in figures.items()
+    ]
+    return pl.DataFrame(rows, schema=schema("sample"), orient="row")

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from kvtide.cache import CacheOptions, CpuArena, LostKv, TieredCache
+from kvtide.cache.choice import Pace, Reuse
 from kvtide.cache.steps import next_prefill_end
 from kvtide.cache.tiered import check_dram
 from kvtide.cache.windows import DeviceArena
@@ -52,6 +53,7 @@ class StoreOptions:
     engine: str = "auto"
     write_policy: Literal["through", "back"] = "through"
     is_prefetching: bool = True
+    reuse: Reuse = "auto"  # load what is kept, compute it again, or what was measured to be faster
 
 
 class KvStore:
@@ -99,9 +101,11 @@ class KvStore:
                     dram_bytes=options.dram_bytes,
                     write_policy=options.write_policy,
                     is_prefetching=options.is_prefetching,
+                    reuse=options.reuse,
                 ),
                 tier=self.namespace.tier if self.namespace else None,
                 recorder=recorder,
+                pace=Pace.parse(self.namespace.read_pace()) if self.namespace else None,
             )
         except BaseException:
             if self.namespace:
@@ -132,6 +136,7 @@ class KvStore:
             self.cache.close()
         finally:
             if self.namespace is not None:
+                self.namespace.write_pace(self.cache.pace.text())
                 self.namespace.close()
 
     def __enter__(self) -> Self:
@@ -148,7 +153,7 @@ class Session:
 
     def __init__(self, store: KvStore, kv: TieredKv, tokens: list[int]) -> None:
         self.kv, self.tokens = kv, tokens
-        self.matched = kv.sequences[0].matched
+        self.matched, self.choice = kv.sequences[0].matched, kv.sequences[0].choice
         self.num_lost = 0
         self._store = store
 

@@ -46,6 +46,10 @@ class Turn:
     prompt_tokens: int = 0
     matched_tokens: int = 0
     matched_bytes: dict[str, int] = field(default_factory=dict)
+    recomputed_tokens: int = 0  # kept, but expected to be computed faster than loaded
+    reuse_reason: str = ""
+    expected_load_ns: float = 0.0  # of what was in the file; 0: nothing was measured yet
+    expected_compute_ns: float = 0.0
     new_tokens: int = 0
     ttft_ns: int = 0
     itl_ns_p50: int = 0
@@ -173,6 +177,9 @@ class TurnRunner:
                 "dram": matched.dram_bytes,
                 "file": matched.file_bytes,
             }
+            choice = session.choice
+            turn.recomputed_tokens, turn.reuse_reason = choice.recomputed_tokens, choice.reason
+            turn.expected_load_ns, turn.expected_compute_ns = choice.load_ns, choice.compute_ns
             session.prefill(self._on_prefill, reserve_tokens=options.max_new_tokens)
             outputs, clock, middle = self._generate(session, options)
             turn.num_lost = session.num_lost

@@ -1,0 +1,383 @@
+"""How far is what kvtide predicts from what happens?
+
+One probe of the drive and one calibration of the processor and the model; then, for each configuration, the same turns
+on real tiers and on virtual ones. Operations and bytes must be equal; times are compared: the first token when a
+prompt is computed, the first token when its KV is restored after a restart, and the time between tokens.
+
+`run` configurations run the model, as `kvtide run` does. `replay` ones run no model: its time is slept, and made-up
+bytes are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from _bench import environment, parser, summary
+from _model import add_dtype, run_on_model, tokens_of, versions
+from kvtide import __version__
+from kvtide.cache import CacheOptions, CpuArena, TieredCache
+from kvtide.hardware import from_probe
+from kvtide.integrations.transformers import KvStore, LoadedModel, Session, StoreOptions
+from kvtide.planner.calibrate import measure_host
+from kvtide.planner.compute import MeasuredCompute, StepTime
+from kvtide.planner.driver import Compute, Driver, TurnTimes
+from kvtide.planner.virtual import Budgets, HostCosts, make_hollow_rows, reopened, virtual_cache
+from kvtide.probe.survey import ProbeOptions, probe_path
+from kvtide.spec import KVShape, SlotLayout
+from kvtide.tiers.namespace import open_namespace
+from kvtide.trace.record import Recorder
+
+MIB = 1 << 20
+NUM_NEW = 8  # tokens of an answer
+TAIL = 24  # tokens of a question after the document
+STEP_SIZES = (1, 24, 128, 512)
+DEPTH_MAX = 64  # of the file tier
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One row of the table. Sizes in parts of the KV of the whole context."""
+
+    kind: str
+    context: int
+    group_blocks: int
+    device: float
+    dram: float
+
+
+CONFIGS = [
+    Config(kind, context, group, device, dram)
+    for kind, context, group, device, dram in (
+        ("run", 1000, 2, 0.2, 0.9),
+        ("run", 1000, 8, 0.2, 0.9),
+        ("run", 1000, 8, 1.2, 2.0),
+        ("run", 2000, 4, 0.1, 0.7),
+        ("run", 2000, 8, 0.1, 0.7),
+        ("run", 2000, 8, 0.5, 1.5),
+        ("run", 2000, 16, 0.1, 0.9),
+        ("replay", 1000, 4, 0.2, 0.9),
+        ("replay", 2000, 4, 0.1, 0.7),
+        ("replay", 2000, 8, 0.1, 0.7),
+        ("replay", 2000, 16, 0.5, 1.5),
+        ("replay", 4000, 8, 0.1, 0.5),
+        ("replay", 4000, 16, 0.1, 0.5),
+    )
+]
+
+
+@dataclass(slots=True)
+class Turn:
+    """What one turn did. Times in ms."""
+
+    ttft_ms: float
+    itl_ms: float
+    num_ops: int
+    read_bytes: int
+    written_bytes: int
+    matched_tokens: int
+
+
+def main() -> int:
+    """Measure, predict, compare."""
+    made = parser(__doc__ or "")
+    made.set_defaults(repeats=3)
+    add_dtype(made)
+    made.add_argument("--probe-seconds", type=float, default=30.0)
+    args = made.parse_args()
+    if args.smoke:
+        args.repeats, args.probe_seconds = 1, 2.0
+    return run_on_model("predict", args, measure, show)
+
+
+def measure(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
+    """Return the whole result."""
+    args.dir.mkdir(parents=True, exist_ok=True)
+    root = args.dir / "predict"
+    shape = KVShape.of(loaded.spec, loaded.dtype)
+    configs = [CONFIGS[0], CONFIGS[7]] if args.smoke else CONFIGS
+    if args.smoke:
+        configs = [replace(config, context=300) for config in configs]
+    found = probe_path(args.dir, ProbeOptions(seconds=args.probe_seconds), version=__version__)
+    drive = from_probe(found).drive.device_model()
+    host = measure_host(op_ns=found.read.roof.host_ns)
+    compute = calibrate_model(loaded, root, shape, smoke=args.smoke)
+    rows = []
+    try:
+        for config in configs:
+            rows.append(compare(config, args, loaded, root, shape, drive, host, compute))
+            print(line_of(rows[-1]), file=sys.stderr)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    errors = [abs(error) for row in rows for error in row["errors"].values()]
+    return {
+        "label": "measured and simulated",
+        "environment": environment(args.dir) | versions(),
+        "model": loaded.name,
+        "dtype": loaded.dtype.value,
+        "seed": args.seed,
+        "repeats": args.repeats,
+        "smoke": args.smoke,
+        "goal": "operations and bytes equal; median error of times <= 10 %, worst <= 25 %",
+        "probe": {"read": asdict(found.read.roof), "write": asdict(found.write.roof)},
+        "host": asdict(host),
+        "rows": rows,
+        "num_configs": len(rows),
+        "counts_equal": sum(row["counts_equal"] for row in rows),
+        "median_error": float(np.median(errors)),
+        "worst_error": float(np.max(errors)),
+    }
+
+
+def calibrate_model(loaded: LoadedModel, root: Path, shape: KVShape, *, smoke: bool) -> MeasuredCompute:
+    """Time steps of the model with all KV on the device, so that nothing waits."""
+    contexts = (64, 192) if smoke else (256, 1024, 2048)
+    tokens = tokens_of(loaded, max(contexts) + max(STEP_SIZES) + 8)
+    room = 2 * len(tokens) * shape.bytes_per_token
+    options = StoreOptions(device_bytes=room, dram_bytes=room, group_blocks=8)
+    steps, gaps = [], []
+    with KvStore(loaded, options) as store:
+        for context in contexts:
+            session = store.session(tokens[:context])
+            session.kv.capacity_hint = len(tokens)
+            session._forward(0, context)
+            for size in STEP_SIZES:
+                for _ in range(3):
+                    session.tokens = tokens
+                    if size == 1:
+                        gaps = generate(session, tokens[: context + 1], 6)
+                        took = float(np.median(gaps[1:]))
+                    else:
+                        started = time.perf_counter_ns()
+                        session._forward(context, context + size)
+                        took = time.perf_counter_ns() - started
+                    store.cache.truncate(session.kv.sequences[0], context)
+                    steps.append(StepTime(size, context, took))
+            session.release()
+        session = store.session(tokens[:64])
+        session._forward(0, 63)
+        first = min(generate(session, tokens[:64], 2)[0] for _ in range(1))
+        session.release()
+    lone = MeasuredCompute(best(steps), num_layers=shape.num_layers)
+    turn_ns = max(0.0, first - lone.total_ns(1, 64))
+    return MeasuredCompute(best(steps), num_layers=shape.num_layers, turn_ns=turn_ns)
+
+
+def best(steps: list[StepTime]) -> list[StepTime]:
+    """Return the median of equal steps."""
+    grouped: dict[tuple[int, int], list[float]] = {}
+    for step in steps:
+        grouped.setdefault((step.num_new, step.num_old), []).append(step.total_ns)
+    return [StepTime(new, old, float(np.median(times))) for (new, old), times in grouped.items()]
+
+
+class Clock:
+    """A streamer that notes when tokens come."""
+
+    def __init__(self) -> None:
+        self.times: list[int] = []
+
+    def put(self, value: Any) -> None:
+        """Note a token; the prompt comes first."""
+        if value.dim() == 1:
+            self.times.append(time.perf_counter_ns())
+
+    def end(self) -> None:
+        """Nothing is left over."""
+
+
+def generate(session: Session, tokens: list[int], num_new: int) -> list[int]:
+    """Return when each token came, in ns after the call."""
+    session.tokens = tokens
+    clock, started = Clock(), time.perf_counter_ns()
+    session.generate(max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False, streamer=clock)
+    times = [at - started for at in clock.times]
+    return [times[0], *np.diff(times).tolist()]
+
+
+def turns_of(loaded: LoadedModel, config: Config) -> list[list[int]]:
+    """Return two prompts: one document and two questions."""
+    tokens = tokens_of(loaded, config.context + 2 * TAIL)
+    document = tokens[: config.context]
+    return [document + tokens[config.context : config.context + TAIL], document + tokens[config.context + TAIL :]]
+
+
+def budgets_of(config: Config, shape: KVShape) -> Budgets:
+    """Return the bytes of each tier."""
+    tokens = config.context + TAIL + NUM_NEW + 16 * config.group_blocks
+    whole = tokens * shape.bytes_per_token
+    device = max(int(config.device * whole), int(2.2 * whole / shape.num_layers))
+    return Budgets(device // 64 * 64, int(config.dram * whole) + 80 * MIB * (config.dram < 1), 4 * whole + (64 << 20))
+
+
+def compare(
+    config: Config, args: argparse.Namespace, loaded: LoadedModel, root: Path, shape: KVShape, drive: Any,
+    host: HostCosts, compute: MeasuredCompute,
+) -> dict[str, Any]:  # fmt: skip
+    """Return measured and predicted figures of one configuration."""
+    layout = SlotLayout(shape, 16, config.group_blocks)
+    budgets, prompts = budgets_of(config, shape), turns_of(loaded, config)
+    runs = []
+    for _ in range(args.repeats):
+        shutil.rmtree(root, ignore_errors=True)
+        gc.collect()
+        go = run_model if config.kind == "run" else run_replay
+        runs.append(go(loaded, layout, root, budgets, prompts, compute))
+    answers = runs[0][2]
+    cores = os.cpu_count() or 1
+    predicted = run_virtual(
+        layout, budgets, drive, host, compute, prompts, answers, steal=1 / cores if config.kind == "run" else 0.0
+    )
+    measured = [[run[turn] for run in runs] for turn in range(2)]
+    counts = [[(turn.num_ops, turn.read_bytes, turn.written_bytes) for turn in turns] for turns in measured]
+    told = [(turn.num_ops, turn.read_bytes, turn.written_bytes) for turn in predicted]
+    times = {
+        "ttft_computed_ms": ([turn.ttft_ms for turn in measured[0]], predicted[0].ttft_ms),
+        "ttft_restored_ms": ([turn.ttft_ms for turn in measured[1]], predicted[1].ttft_ms),
+        "itl_ms": ([turn.itl_ms for turns in measured for turn in turns],
+                   float(np.median([turn.itl_ms for turn in predicted]))),
+    }  # fmt: skip
+    if config.kind == "replay":
+        del times["ttft_computed_ms"]  # slept, so that it says nothing
+    return {
+        "config": asdict(config),
+        "budgets": asdict(budgets),
+        "measured": {name: summary(samples) for name, (samples, _) in times.items()},
+        "predicted": {name: value for name, (_, value) in times.items()},
+        "errors": {name: value / float(np.median(samples)) - 1 for name, (samples, value) in times.items()},
+        "counts_measured": [counts[0], counts[1]],
+        "counts_predicted": told,
+        "counts_equal": all(one == told[turn] for turn in range(2) for one in counts[turn]),
+    }
+
+
+def figures(times: TurnTimes, recorder: Recorder, start: int) -> Turn:
+    """Return what a driven turn did."""
+    ops = recorder.ops_between(start, recorder.counts()[1])
+    writes, length = ops["is_write"], ops["length"].astype(np.int64)
+    itl = float(np.median(times.step_ns)) / 1e6 if times.step_ns else 0.0
+    return Turn(times.ttft_ns / 1e6, itl, len(ops), int(length[~writes].sum()), int(length[writes].sum()),
+                times.matched.num_tokens)  # fmt: skip
+
+
+def run_model(
+    loaded: LoadedModel, layout: SlotLayout, root: Path, budgets: Budgets, prompts: list[list[int]],
+    compute: MeasuredCompute,
+) -> tuple[Turn, Turn, list[list[int]]]:  # fmt: skip
+    """Run the turns on the model, with a restart between them."""
+    del compute
+    options = StoreOptions(
+        device_bytes=budgets.device_bytes, dram_bytes=budgets.dram_bytes, disk_bytes=budgets.disk_bytes,
+        directory=root, group_blocks=layout.group_blocks,
+    )  # fmt: skip
+    made, answers = [], []
+    for prompt in prompts:
+        recorder = Recorder()
+        with KvStore(loaded, options, recorder=recorder) as store:
+            start, began = recorder.counts()[1], time.perf_counter_ns()
+            session = store.session(prompt)
+            session.prefill(reserve_tokens=NUM_NEW)
+            prepared = (time.perf_counter_ns() - began) / 1e6
+            gaps = generate(session, prompt, NUM_NEW)
+            answers.append(session.kv.sequences[0].tokens[len(prompt) :] + [0])
+            session.release()
+            store.cache.drain()
+            ops = recorder.ops_between(start, recorder.counts()[1])
+            writes, length = ops["is_write"], ops["length"].astype(np.int64)
+            made.append(
+                Turn(prepared + gaps[0] / 1e6, float(np.median(gaps[1:])) / 1e6, len(ops),
+                     int(length[~writes].sum()), int(length[writes].sum()), session.matched.num_tokens)
+            )  # fmt: skip
+    return made[0], made[1], answers
+
+
+def run_replay(
+    loaded: LoadedModel, layout: SlotLayout, root: Path, budgets: Budgets, prompts: list[list[int]],
+    compute: Compute,
+) -> tuple[Turn, Turn, list[list[int]]]:  # fmt: skip
+    """Run the turns on real tiers without a model, with a restart between them."""
+    from kvtide.spec import Identity
+
+    identity = Identity.of(loaded.spec, layout.shape, block_tokens=layout.block_tokens,
+                           group_blocks=layout.group_blocks, weights_digest="0" * 64, tokenizer_digest="0" * 64,
+                           revision="", adapter="")  # fmt: skip
+    rows = np.random.default_rng(1).integers(0, 256, (512, 4096), dtype=np.uint8)
+    made, answers = [], []
+    for prompt in prompts:
+        recorder = Recorder()
+        namespace = open_namespace(root, identity, layout, capacity_bytes=budgets.disk_bytes, recorder=recorder,
+                                   depth_max=DEPTH_MAX)  # fmt: skip
+        try:
+            cache = TieredCache(
+                layout, identity.digest(), CpuArena(budgets.device_bytes), CacheOptions(dram_bytes=budgets.dram_bytes),
+                tier=namespace.tier, recorder=recorder,
+            )  # fmt: skip
+            driver = Driver(cache, compute, clock=time.perf_counter_ns, advance=sleep,
+                            make_rows=lambda tokens, size: rows[:tokens, :size])  # fmt: skip
+            answer = list(range(NUM_NEW))
+            start = recorder.counts()[1]
+            times = driver.turn(prompt, answer)
+            made.append(figures(times, recorder, start))
+            answers.append(answer)
+            cache.close()
+        finally:
+            namespace.close()
+    return made[0], made[1], answers
+
+
+def sleep(time_ns: float) -> None:
+    """Let a GPU's time pass."""
+    time.sleep(time_ns / 1e9)
+
+
+def run_virtual(
+    layout: SlotLayout, budgets: Budgets, drive: Any, host: HostCosts, compute: Compute, prompts: list[list[int]],
+    answers: list[list[int]], *, steal: float,
+) -> list[Turn]:  # fmt: skip
+    """Run the turns on virtual tiers, with a restart between them."""
+    recorder = Recorder()
+    virtual = virtual_cache(layout, budgets, drive, costs=host, depth_max=DEPTH_MAX, recorder=recorder, steal=steal)
+    made = []
+    for turn, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        if turn:
+            virtual = reopened(virtual)
+        driver = Driver(virtual.cache, compute, clock=virtual.main.now_ns, advance=virtual.advance,
+                        make_rows=make_hollow_rows)  # fmt: skip
+        start = recorder.counts()[1]
+        made.append(figures(driver.turn(prompt, answer), recorder, start))
+    return made
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """Return a row as text."""
+    config, times = row["config"], []
+    for name, value in row["predicted"].items():
+        times.append(f"{name[:-3]} {row['measured'][name]['median']:.1f} -> {value:.1f} ({row['errors'][name]:+.0%})")
+    counts = "counts equal" if row["counts_equal"] else f"COUNTS DIFFER {row['counts_measured']} {row['counts_predicted']}"
+    return (
+        f"{config['kind']:6} {config['context']:5} tokens, groups of {config['group_blocks']:2}, "
+        f"device {config['device']:.1f}, DRAM {config['dram']:.1f}: {'; '.join(times)}; {counts}"
+    )
+
+
+def show(payload: dict[str, Any]) -> None:
+    """Print the table."""
+    for row in payload["rows"]:
+        print(line_of(row))
+    print(
+        f"{payload['counts_equal']} of {payload['num_configs']} with equal operations and bytes; error of times: "
+        f"median {payload['median_error']:.1%}, worst {payload['worst_error']:.1%}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
