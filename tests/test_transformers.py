@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from kvtide.cache import LostKv  # noqa: E402
-from kvtide.errors import ConfigError, UnsupportedError  # noqa: E402
 from kvtide.cache.steps import next_prefill_end  # noqa: E402
+from kvtide.errors import ConfigError, UnsupportedError  # noqa: E402
 from kvtide.integrations.transformers import KvStore, LoadedModel, StoreOptions  # noqa: E402
 from kvtide.integrations.transformers.turns import Clockwork  # noqa: E402
 from kvtide.spec import Dtype, ModelSpec  # noqa: E402

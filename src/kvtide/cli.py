@@ -18,6 +18,7 @@ from kvtide import ConfigError, KvtideError, __version__
 from kvtide.cli_import import IMPORT_EXAMPLE, import_log
 from kvtide.cli_plan import PLAN_EXAMPLE, plan
 from kvtide.cli_probe import PROBE_EXAMPLE, probe
+from kvtide.cli_replay import REPLAY_EXAMPLE, replay_command
 from kvtide.cli_report import REPORT_EXAMPLE, report
 from kvtide.cli_run import RUN_EXAMPLE, run
 from kvtide.cli_size import SIZE_EXAMPLE, size
@@ -30,6 +31,7 @@ app = typer.Typer(name="kvtide", add_completion=False, pretty_exceptions_enable=
 app.command("import", epilog=IMPORT_EXAMPLE)(import_log)
 app.command("plan", epilog=PLAN_EXAMPLE)(plan)
 app.command("probe", epilog=PROBE_EXAMPLE)(probe)
+app.command("replay", epilog=REPLAY_EXAMPLE)(replay_command)
 app.command("report", epilog=REPORT_EXAMPLE)(report)
 app.command("run", epilog=RUN_EXAMPLE)(run)
 app.command("size", epilog=SIZE_EXAMPLE)(size)
