@@ -31,6 +31,7 @@ from kvtide.integrations.transformers import KvStore, LoadedModel, Session, Stor
 from kvtide.planner.calibrate import measure_host
 from kvtide.planner.compute import MeasuredCompute, StepTime
 from kvtide.planner.driver import Compute, Driver, TurnTimes
+from kvtide.planner.timed import Sleeper
 from kvtide.planner.virtual import Budgets, HostCosts, make_hollow_rows, reopened, virtual_cache
 from kvtide.probe.survey import ProbeOptions, probe_path
 from kvtide.spec import KVShape, SlotLayout
@@ -110,14 +111,23 @@ def measure(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
     found = probe_path(args.dir, ProbeOptions(seconds=args.probe_seconds), version=__version__)
     drive = from_probe(found).drive.device_model()
     host = measure_host(op_ns=found.read.roof.host_ns)
-    compute = calibrate_model(loaded, root, shape, smoke=args.smoke)
-    rows = []
+    # This machine's pace drifts, so it is measured before, between and after what it predicts.
+    steps = calibrate_model(loaded, shape, smoke=args.smoke)
+    slept = model_of(steps, shape)
+    measured = []
     try:
-        for config in configs:
-            rows.append(compare(config, args, loaded, root, shape, drive, host, compute))
-            print(line_of(rows[-1]), file=sys.stderr)
+        for number, config in enumerate(configs):
+            measured.append(run_config(config, args, loaded, root, shape, slept))
+            print(f"{number + 1} of {len(configs)} measured", file=sys.stderr)
+            if number + 1 in {len(configs) // 3, 2 * len(configs) // 3, len(configs)}:
+                steps += calibrate_model(loaded, shape, smoke=args.smoke)
     finally:
         shutil.rmtree(root, ignore_errors=True)
+    model = model_of(steps, shape)
+    rows = [
+        compare(config, shape, turns_of(loaded, config), runs, drive, host, model if config.kind == "run" else slept)
+        for config, runs in zip(configs, measured, strict=True)
+    ]
     errors = [abs(error) for row in rows for error in row["errors"].values()]
     return {
         "label": "measured and simulated",
@@ -138,38 +148,48 @@ def measure(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
     }
 
 
-def calibrate_model(loaded: LoadedModel, root: Path, shape: KVShape, *, smoke: bool) -> MeasuredCompute:
-    """Time steps of the model with all KV on the device, so that nothing waits."""
-    contexts = (64, 192) if smoke else (256, 1024, 2048)
+def calibrate_model(loaded: LoadedModel, shape: KVShape, *, smoke: bool) -> list[StepTime]:
+    """Time steps of the model with all KV on the device, so that nothing waits.
+
+    A step of one token runs in `generate`, as all decoding does. `num_new` 0 stands for what comes once a turn.
+    """
+    contexts = (192, 64) if smoke else (2048, 1024, 256)
     tokens = tokens_of(loaded, max(contexts) + max(STEP_SIZES) + 8)
     room = 2 * len(tokens) * shape.bytes_per_token
     options = StoreOptions(device_bytes=room, dram_bytes=room, group_blocks=8)
-    steps, gaps = [], []
+    steps = []
     with KvStore(loaded, options) as store:
+        session = store.session(tokens[: contexts[0] + 1])
+        session.kv.capacity_hint = len(tokens)
+        session.prefill(reserve_tokens=max(STEP_SIZES))
         for context in contexts:
-            session = store.session(tokens[:context])
-            session.kv.capacity_hint = len(tokens)
-            session._forward(0, context)
+            sequence = session.kv.sequences[0]
             for size in STEP_SIZES:
-                for _ in range(3):
+                for _ in range(3 if size < 512 else 2):
+                    if session.kv.num_tokens > context:
+                        store.cache.truncate(sequence, context)
                     session.tokens = tokens
+                    if session.kv.num_tokens < context:
+                        session._forward(session.kv.num_tokens, context)
                     if size == 1:
                         gaps = generate(session, tokens[: context + 1], 6)
                         took = float(np.median(gaps[1:]))
+                        steps.append(StepTime(0, context, max(0.0, gaps[0] - took)))
                     else:
                         started = time.perf_counter_ns()
                         session._forward(context, context + size)
                         took = time.perf_counter_ns() - started
-                    store.cache.truncate(session.kv.sequences[0], context)
                     steps.append(StepTime(size, context, took))
-            session.release()
-        session = store.session(tokens[:64])
-        session._forward(0, 63)
-        first = min(generate(session, tokens[:64], 2)[0] for _ in range(1))
         session.release()
-    lone = MeasuredCompute(best(steps), num_layers=shape.num_layers)
-    turn_ns = max(0.0, first - lone.total_ns(1, 64))
-    return MeasuredCompute(best(steps), num_layers=shape.num_layers, turn_ns=turn_ns)
+    return steps
+
+
+def model_of(steps: list[StepTime], shape: KVShape) -> MeasuredCompute:
+    """Return the model's pace from all calibrations."""
+    once = [step.total_ns for step in steps if not step.num_new]
+    return MeasuredCompute(
+        best([step for step in steps if step.num_new]), num_layers=shape.num_layers, turn_ns=float(np.median(once))
+    )
 
 
 def best(steps: list[StepTime]) -> list[StepTime]:
@@ -219,24 +239,32 @@ def budgets_of(config: Config, shape: KVShape) -> Budgets:
     return Budgets(device // 64 * 64, int(config.dram * whole) + 80 * MIB * (config.dram < 1), 4 * whole + (64 << 20))
 
 
-def compare(
-    config: Config, args: argparse.Namespace, loaded: LoadedModel, root: Path, shape: KVShape, drive: Any,
-    host: HostCosts, compute: MeasuredCompute,
-) -> dict[str, Any]:  # fmt: skip
-    """Return measured and predicted figures of one configuration."""
-    layout = SlotLayout(shape, 16, config.group_blocks)
-    budgets, prompts = budgets_of(config, shape), turns_of(loaded, config)
+Run = tuple[Turn, Turn, list[list[int]]]
+
+
+def run_config(
+    config: Config, args: argparse.Namespace, loaded: LoadedModel, root: Path, shape: KVShape, slept: MeasuredCompute
+) -> list[Run]:
+    """Return what real runs of one configuration did."""
+    layout, budgets = SlotLayout(shape, 16, config.group_blocks), budgets_of(config, shape)
     runs = []
     for _ in range(args.repeats):
         shutil.rmtree(root, ignore_errors=True)
         gc.collect()
         go = run_model if config.kind == "run" else run_replay
-        runs.append(go(loaded, layout, root, budgets, prompts, compute))
-    answers = runs[0][2]
-    cores = os.cpu_count() or 1
-    predicted = run_virtual(
-        layout, budgets, drive, host, compute, prompts, answers, steal=1 / cores if config.kind == "run" else 0.0
-    )
+        runs.append(go(loaded, layout, root, budgets, turns_of(loaded, config), slept))
+    return runs
+
+
+def compare(
+    config: Config, shape: KVShape, prompts: list[list[int]], runs: list[Run], drive: Any, host: HostCosts,
+    compute: MeasuredCompute,
+) -> dict[str, Any]:  # fmt: skip
+    """Return measured and predicted figures of one configuration."""
+    layout, budgets = SlotLayout(shape, 16, config.group_blocks), budgets_of(config, shape)
+    steal = 1 / (os.cpu_count() or 1) if config.kind == "run" else 0.0
+    calls = replace(host, call_ns=0.0) if config.kind == "run" else host  # a measured step has them in it
+    predicted = run_virtual(layout, budgets, drive, calls, compute, prompts, runs[0][2], steal=steal)
     measured = [[run[turn] for run in runs] for turn in range(2)]
     counts = [[(turn.num_ops, turn.read_bytes, turn.written_bytes) for turn in turns] for turns in measured]
     told = [(turn.num_ops, turn.read_bytes, turn.written_bytes) for turn in predicted]
@@ -272,7 +300,7 @@ def figures(times: TurnTimes, recorder: Recorder, start: int) -> Turn:
 def run_model(
     loaded: LoadedModel, layout: SlotLayout, root: Path, budgets: Budgets, prompts: list[list[int]],
     compute: MeasuredCompute,
-) -> tuple[Turn, Turn, list[list[int]]]:  # fmt: skip
+) -> Run:  # fmt: skip
     """Run the turns on the model, with a restart between them."""
     del compute
     options = StoreOptions(
@@ -303,7 +331,7 @@ def run_model(
 def run_replay(
     loaded: LoadedModel, layout: SlotLayout, root: Path, budgets: Budgets, prompts: list[list[int]],
     compute: Compute,
-) -> tuple[Turn, Turn, list[list[int]]]:  # fmt: skip
+) -> Run:  # fmt: skip
     """Run the turns on real tiers without a model, with a restart between them."""
     from kvtide.spec import Identity
 
@@ -321,7 +349,7 @@ def run_replay(
                 layout, identity.digest(), CpuArena(budgets.device_bytes), CacheOptions(dram_bytes=budgets.dram_bytes),
                 tier=namespace.tier, recorder=recorder,
             )  # fmt: skip
-            driver = Driver(cache, compute, clock=time.perf_counter_ns, advance=sleep,
+            driver = Driver(cache, compute, clock=time.perf_counter_ns, advance=Sleeper(),
                             make_rows=lambda tokens, size: rows[:tokens, :size])  # fmt: skip
             answer = list(range(NUM_NEW))
             start = recorder.counts()[1]
@@ -332,11 +360,6 @@ def run_replay(
         finally:
             namespace.close()
     return made[0], made[1], answers
-
-
-def sleep(time_ns: float) -> None:
-    """Let a GPU's time pass."""
-    time.sleep(time_ns / 1e9)
 
 
 def run_virtual(
@@ -351,7 +374,8 @@ def run_virtual(
         if turn:
             virtual = reopened(virtual)
         driver = Driver(virtual.cache, compute, clock=virtual.main.now_ns, advance=virtual.advance,
-                        make_rows=make_hollow_rows)  # fmt: skip
+                        make_rows=make_hollow_rows, call_ns=host.call_ns,
+                        byte_ns=host.put_ns if host.call_ns else 0.0)  # fmt: skip
         start = recorder.counts()[1]
         made.append(figures(driver.turn(prompt, answer), recorder, start))
     return made
@@ -362,7 +386,9 @@ def line_of(row: dict[str, Any]) -> str:
     config, times = row["config"], []
     for name, value in row["predicted"].items():
         times.append(f"{name[:-3]} {row['measured'][name]['median']:.1f} -> {value:.1f} ({row['errors'][name]:+.0%})")
-    counts = "counts equal" if row["counts_equal"] else f"COUNTS DIFFER {row['counts_measured']} {row['counts_predicted']}"
+    counts = (
+        "counts equal" if row["counts_equal"] else f"COUNTS DIFFER {row['counts_measured']} {row['counts_predicted']}"
+    )
     return (
         f"{config['kind']:6} {config['context']:5} tokens, groups of {config['group_blocks']:2}, "
         f"device {config['device']:.1f}, DRAM {config['dram']:.1f}: {'; '.join(times)}; {counts}"

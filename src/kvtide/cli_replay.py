@@ -14,6 +14,7 @@ from rich.progress import Progress
 from kvtide.errors import ConfigError
 from kvtide.evict import EVICTOR_NAMES
 from kvtide.hardware import load as load_catalogue
+from kvtide.planner.calibrate import measure_host
 from kvtide.planner.inputs import Job, Machine
 from kvtide.planner.options import PlanOptions, build
 from kvtide.planner.replay import POLICIES, Case, replay
@@ -72,7 +73,7 @@ def replay_command(
         task = bar.add_task("replaying", total=len(cases))
         found = replay(requests, job, machine, cases, on_progress=lambda done, _: bar.update(task, completed=done))
         timed = _timed(requests.take(limit or TIMED_REQUESTS), job, machine, real, bar, device_memory, dram, disk,
-                       is_simulated=simulate, is_computed=computed)  # fmt: skip
+                       is_simulated=simulate, is_computed=computed, is_probed=probe is not None)  # fmt: skip
     if as_json:
         print(json.dumps(replay_json(found, timed)))
     else:
@@ -116,7 +117,7 @@ def _size(name: str, text: str) -> int:
 
 def _timed(
     requests: Workload, job: Job, machine: Machine, real: Path | None, bar: Progress, device: str, dram: str, disk: str,
-    *, is_simulated: bool, is_computed: bool,
+    *, is_simulated: bool, is_computed: bool, is_probed: bool,
 ) -> list[Timed]:  # fmt: skip
     """Run what was asked for through the production cache."""
     if real is None and not is_simulated:
@@ -129,6 +130,8 @@ def _timed(
         made.append(run_real(requests, job, real, budgets, compute, depth=machine.depth,
                              on_progress=lambda done, _: bar.update(task, completed=done)))  # fmt: skip
     if is_simulated:
-        made.append(run_virtual(requests, job, machine, budgets, compute,
+        # Beside real tiers, or with their probe, this machine's processor is what moves KV.
+        costs = measure_host(op_ns=machine.io_path.host_ns) if real is not None or is_probed else None
+        made.append(run_virtual(requests, job, machine, budgets, compute, costs=costs,
                                 on_progress=lambda done, _: bar.update(task, completed=done)))  # fmt: skip
     return made

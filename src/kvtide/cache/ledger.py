@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.blocks import KEY, KeyArray, PrefixIndex, UnitPool
-from kvtide.evict import Lru, make_evictor
+from kvtide.evict import Facts, Lru, make_evictor
 from kvtide.spec import SlotLayout
 from kvtide.tiers.contract import GroupRecords
 from kvtide.tiers.memory import FramePool
@@ -189,7 +189,9 @@ class Ledger:
         """Let `frames` hold the fragments (unit, layer)."""
         self.frames[units, layers] = frames
         self.frame_unit[frames], self.frame_layer[frames] = units, layers
-        self.frame_evictor.admit(frames)
+        # Frames are reused for other content, which evictors with a memory tell apart by key.
+        keys = (self.uid[units] * self.layout.num_layers + layers).astype(np.uint64)
+        self.frame_evictor.admit(frames, Facts(keys=keys))
 
     def free_frames(self, frames: Ids) -> None:
         """Give frames back; -1 stands for none."""

@@ -14,7 +14,7 @@ from statistics import median
 import numpy as np
 import xxhash
 
-from kvtide.cache import CpuArena
+from kvtide.cache import CacheOptions, CpuArena, TieredCache
 from kvtide.cache.mover import DEMAND, Mover
 from kvtide.io.drive import DeviceModel
 from kvtide.planner.driver import Driver, NoCompute
@@ -41,6 +41,7 @@ def measure_host(*, op_ns: float) -> HostCosts:
         check_bytes_per_s=_checks(),
         copy_bytes_per_s=copy_rate,
         copy_ns=copy_ns,
+        call_ns=_calls(),
     )
 
 
@@ -93,6 +94,33 @@ def _hand_over() -> float:
         mover.close()
 
 
+def _calls() -> float:
+    """Return the time of one layer's calls where all KV is on the device."""
+    layout, context = _layout(), 64 * 16
+    cache = TieredCache(
+        layout, bytes(32), CpuArena(4 * context * layout.shape.bytes_per_token), CacheOptions(dram_bytes=64 << 20)
+    )
+    rows = np.zeros((64, 4096), np.uint8)
+    try:
+        driver = Driver(
+            cache, NoCompute(), clock=time.perf_counter_ns, advance=lambda _: None,
+            make_rows=lambda num_tokens, row_bytes: rows[:num_tokens, :row_bytes],
+        )  # fmt: skip
+        sequence = cache.open()
+        for step in range(8):
+            driver.step([sequence], [list(range(64 * step, 64 * step + 64))], context)
+        return _time_of(lambda: driver.step([sequence], [[1]], context)) / NUM_LAYERS
+    finally:
+        cache.close()
+
+
+def _layout() -> SlotLayout:
+    """Return a layout whose bytes do not count."""
+    layer = LayerShape(k_bytes=256, v_bytes=256, num_heads=2)
+    shape = KVShape(dtype=Dtype.BF16, layers=(layer,) * NUM_LAYERS, layer_index=tuple(range(NUM_LAYERS)))
+    return SlotLayout(shape, 16, 1)
+
+
 class _Watched(VirtualMover):
     """A mover that notes how long its jobs really took."""
 
@@ -106,14 +134,12 @@ class _Watched(VirtualMover):
 
 def _bookkeeping() -> tuple[float, float]:
     """Return the time of a job, and of a round of completions: here one read each, as nothing takes virtual time."""
-    layer = LayerShape(k_bytes=256, v_bytes=256, num_heads=2)
-    shape = KVShape(dtype=Dtype.BF16, layers=(layer,) * NUM_LAYERS, layer_index=tuple(range(NUM_LAYERS)))
-    layout = SlotLayout(shape, 16, 1)
+    layout = _layout()
     times, read = [], []
     for num in FRAGMENTS:
         context = num * layout.tokens_per_group
         dram_bytes = (2 * NUM_LAYERS + 8 + 2 * num) * max(layout.fragment_padded_bytes)
-        window_bytes = context * 2 * layer.token_bytes * 2
+        window_bytes = context * 4 * layout.shape.layers[0].token_bytes
         budgets = Budgets(2 * window_bytes, dram_bytes, 4 * num * layout.slot_bytes + (1 << 20))
         virtual = virtual_cache(layout, budgets, INSTANT, mover=_Watched)
         driver = Driver(

@@ -78,8 +78,15 @@ class Driver:
         clock: Callable[[], int],
         advance: Callable[[float], None],
         make_rows: Callable[[int, int], Rows],
+        call_ns: float = 0.0,
+        byte_ns: float = 0.0,
     ) -> None:
-        """Drive `cache`; `advance` lets computing time pass, `make_rows(tokens, row bytes)` gives KV to keep."""
+        """Drive `cache`; `advance` lets computing time pass, `make_rows(tokens, row bytes)` gives KV to keep.
+
+        Beside computing, `call_ns` passes for each layer of a step and `byte_ns` for each byte of new KV: what the
+        calls themselves take.
+        """
+        self._call_ns, self._byte_ns = call_ns, byte_ns
         self.cache, self._compute, self._clock, self._advance, self._make = cache, compute, clock, advance, make_rows
 
     def turn(self, prompt: Seq[int], answer: Seq[int], *, salt: str = "") -> TurnTimes:
@@ -118,7 +125,7 @@ class Driver:
         for sequence in sequences:
             cache.begin_step(sequence, num_new)
         for layer, shape in enumerate(cache.layout.shape.layers):
-            self._advance(before)
+            self._advance(before + self._call_ns + self._byte_ns * num_rows * num_new * shape.token_bytes)
             window = cache.layer(sequences, layer, cause=cause)
             k, v = self._make(num_new, shape.k_bytes), self._make(num_new, shape.v_bytes)
             for row, sequence in enumerate(sequences):

@@ -47,9 +47,9 @@ class Timed:
 
 def run_virtual(
     workload: Workload, job: Job, machine: Machine, budgets: Budgets, compute: Compute | None,
-    *, on_progress: Callable[[int, int], None] | None = None,
+    *, costs: HostCosts | None = None, on_progress: Callable[[int, int], None] | None = None,
 ) -> Timed:  # fmt: skip
-    """Replay on virtual tiers.
+    """Replay on virtual tiers; `costs` are those of this machine's processor, None: only what an op costs.
 
     Raises: ConfigError for budgets too small.
     """
@@ -58,8 +58,8 @@ def run_virtual(
         job.slot(),
         budgets,
         machine.ssd.device_model() if machine.ssd is not None else None,
-        costs=HostCosts(op_ns=machine.io_path.host_ns),
-        copy_time_ns=lambda num_bytes: num_bytes / machine.link_bytes_per_s(num_bytes) * 1e9,
+        costs=costs or HostCosts(op_ns=machine.io_path.host_ns),
+        copy_time_ns=None if costs else lambda size: size / machine.link_bytes_per_s(size) * 1e9,
         depth_max=machine.depth,
         recorder=recorder,
     )
@@ -69,6 +69,8 @@ def run_virtual(
         clock=virtual.main.now_ns,
         advance=virtual.advance,
         make_rows=make_hollow_rows,
+        call_ns=costs.call_ns if costs else 0.0,
+        byte_ns=costs.put_ns if costs else 0.0,
     )
     made = _drive(driver, workload, "simulated", on_progress)
     virtual.cache.close()
@@ -115,7 +117,7 @@ def run_real(
                 cache,
                 compute or NoCompute(),
                 clock=time.perf_counter_ns,
-                advance=_sleep,
+                advance=Sleeper(),
                 make_rows=lambda num_tokens, row_bytes: _rows(rows, num_tokens, row_bytes),
             )
             made = _drive(driver, workload, "measured", on_progress)
@@ -126,9 +128,19 @@ def run_real(
     return _counted(made, recorder)
 
 
-def _sleep(time_ns: float) -> None:
-    if time_ns > 0:
-        time.sleep(time_ns / 1e9)
+class Sleeper:
+    """Lets a GPU's time pass; what one sleep took too long, the next is shorter."""
+
+    def __init__(self) -> None:
+        self._owed_ns = 0.0
+
+    def __call__(self, time_ns: float) -> None:
+        """Sleep, if there is anything to sleep."""
+        self._owed_ns += time_ns
+        if self._owed_ns > 0:
+            started = time.perf_counter_ns()
+            time.sleep(self._owed_ns / 1e9)
+            self._owed_ns -= time.perf_counter_ns() - started
 
 
 def _rows(rows: npt.NDArray[np.uint8], num_tokens: int, row_bytes: int) -> npt.NDArray[np.uint8]:

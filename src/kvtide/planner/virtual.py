@@ -50,6 +50,12 @@ class HostCosts:
     check_bytes_per_s: float = 0.0
     copy_bytes_per_s: float = 0.0
     copy_ns: float = 0.0
+    call_ns: float = 0.0  # of the calls the computing thread makes, a layer of a step
+
+    @property
+    def put_ns(self) -> float:
+        """Return the time the computing thread takes for a byte of new KV: its place is cleared, then filled."""
+        return 2e9 / self.copy_bytes_per_s if self.copy_bytes_per_s else 0.0
 
     def copy_time_ns(self, num_bytes: int) -> float:
         """Return the time of one copy to the device."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -126,33 +126,23 @@ def _curve(found: Replayed, num: int) -> Table:
 
 
 def _timed(timed: Sequence[Timed]) -> Table:
-    columns = [
-        "",
-        "requests",
-        "matched",
-        "TTFT p50",
-        "TTFT p99",
-        "step p50",
-        "reads",
-        "writes",
-        "read",
-        "written",
-        "depth",
-    ]
-    table = _table("The first requests through the production cache", columns, num_left=1)
-    for each in timed:
-        steps = format_ns(float(np.median(each.step_ns))) if each.step_ns else "-"
-        table.add_row(
-            each.label,
-            f"{len(each.ttft_ns)}",
-            f"{each.matched_tokens / max(1, each.prompt_tokens):.1%}",
-            format_ns(float(np.median(each.ttft_ns))) if each.ttft_ns else "-",
-            format_ns(float(np.percentile(each.ttft_ns, 99))) if each.ttft_ns else "-",
-            steps,
-            f"{each.num_reads:,}",
-            f"{each.num_writes:,}",
-            format_bytes(each.read_bytes),
-            format_bytes(each.written_bytes),
-            f"{each.depth_mean:.1f}",
-        )
+    title = f"The first {len(timed[0].ttft_ns)} requests through the production cache"
+    table = _table(title, ["", *(each.label for each in timed)], num_left=1)
+    rows: dict[str, Callable[[Timed], str]] = {
+        "tokens matched": lambda t: f"{t.matched_tokens / max(1, t.prompt_tokens):.1%}",
+        "TTFT p50": lambda t: _time(t.ttft_ns, 50),
+        "TTFT p99": lambda t: _time(t.ttft_ns, 99),
+        "step p50": lambda t: _time(t.step_ns, 50),
+        "reads": lambda t: f"{t.num_reads:,}",
+        "bytes read": lambda t: format_bytes(t.read_bytes),
+        "writes": lambda t: f"{t.num_writes:,}",
+        "bytes written": lambda t: format_bytes(t.written_bytes),
+        "mean depth": lambda t: f"{t.depth_mean:.1f}",
+    }
+    for name, text in rows.items():
+        table.add_row(name, *(text(each) for each in timed))
     return table
+
+
+def _time(values: Sequence[int], percentile: float) -> str:
+    return format_ns(float(np.percentile(values, percentile))) if values else "-"
