@@ -2,7 +2,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: run test check bench fuzz fmt clean
+.PHONY: run test check bench bench-predict fuzz fmt clean
 FUZZ_S := 60
 .DEFAULT_GOAL := run
 
@@ -26,6 +26,9 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	for b in benchmarks/[a-z]*.py; do $(PY) $$b || exit 1; done
+
+bench-predict: $(STAMP)
+	$(PY) benchmarks/predict.py
 
 fuzz: $(STAMP)
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
