@@ -170,14 +170,14 @@ def calibrate_model(loaded: LoadedModel, shape: KVShape, *, smoke: bool) -> list
                         store.cache.truncate(sequence, context)
                     session.tokens = tokens
                     if session.kv.num_tokens < context:
-                        session._forward(session.kv.num_tokens, context)
+                        session.forward(session.kv.num_tokens, context)
                     if size == 1:
                         gaps = generate(session, tokens[: context + 1], 6)
                         took = float(np.median(gaps[1:]))
                         steps.append(StepTime(0, context, max(0.0, gaps[0] - took)))
                     else:
                         started = time.perf_counter_ns()
-                        session._forward(context, context + size)
+                        session.forward(context, context + size)
                         took = time.perf_counter_ns() - started
                     steps.append(StepTime(size, context, took))
         session.release()

@@ -1,7 +1,7 @@
 """The one background thread that moves KV: most urgent job first. Next: traffic (the jobs).
 
-Demand goes before prefetch, prefetch before write-back; within one priority, first come first served. A job is never
-interrupted, so jobs are kept short (a layer, a few groups). Knows nothing of what a job does.
+Demand goes before prefetch, prefetch before write-back, all before warming; within one priority, first come first
+served. A job is never interrupted, so jobs are kept short (a layer, a few groups). Knows nothing of what a job does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from concurrent.futures import Future
 
 from kvtide.errors import ConfigError
 
-DEMAND, PREFETCH, WRITE_BACK = 0, 1, 2
+DEMAND, PREFETCH, WRITE_BACK, WARM = 0, 1, 2, 3
 
 
 class Mover:
@@ -65,9 +65,9 @@ class Mover:
                     return
 
     def drain(self) -> None:
-        """Return when nothing is queued and nothing runs."""
+        """Return when nothing is queued and nothing runs; warming does not count, it changes nothing."""
         with self._ready:
-            self._ready.wait_for(lambda: not self._heap and not self._is_busy)
+            self._ready.wait_for(lambda: all(item[0] == WARM for item in self._heap) and not self._is_busy)
 
     def close(self) -> None:
         """Finish what is queued, then stop the thread. Idempotent.
@@ -97,8 +97,8 @@ class Mover:
                 self._ready.wait_for(lambda: self._heap or self._is_closed)
                 if not self._heap:
                     return
-                _, _, job, future = heapq.heappop(self._heap)
-                self._is_busy = True
+                priority, _, job, future = heapq.heappop(self._heap)
+                self._is_busy = priority != WARM
             try:
                 future.set_result(job())
             except BaseException as error:  # whoever waits for the future gets it, whatever it is

@@ -30,6 +30,7 @@ from kvtide.cache.match import find_prefix
 from kvtide.cache.mover import DEMAND, WRITE_BACK, Mover
 from kvtide.cache.sequence import Match, Sequence
 from kvtide.cache.traffic import SPARE_FRAMES, FillCounts, Traffic
+from kvtide.cache.warm import warm
 from kvtide.cache.windows import DeviceArena, Window, Windows
 from kvtide.errors import ConfigError, IoError
 from kvtide.spec import SlotLayout
@@ -112,6 +113,9 @@ class TieredCache:
         if isinstance(tier, FileTier):
             self.ledger.adopt(tier.inventory())
         self._store_error: BaseException | None = None
+        if used := tier.stats().used_bytes if tier is not None else 0:
+            sizes = min(used, pool.num_frames * frame_bytes), min(used, arena.num_bytes)
+            warm(list(zip((pool.populate, arena.populate), sizes, strict=True)), self._mover)
         self._loader = Loader(self.ledger, self.windows, self._traffic, self._mover, self._lock)
 
     # Sequences

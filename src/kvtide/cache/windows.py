@@ -30,6 +30,9 @@ class DeviceArena(Protocol):
     def write(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
         """Copy host bytes to `offset`."""
 
+    def populate(self, start: int, num_bytes: int) -> None:
+        """Have a part committed, where memory is committed as it is touched."""
+
 
 class CpuArena(Arena):
     """Device memory on a machine whose device is the CPU."""

@@ -179,6 +179,9 @@ class VirtualDevice:
         self.num_copies += 1
         self._mover.spend(self.copy_time_ns(data.size))
 
+    def populate(self, start: int, num_bytes: int) -> None:
+        """Do nothing."""
+
 
 class VirtualFileTier(FileTier):
     """The file tier without bytes. What the host does beside the drive takes time on the mover's line."""

@@ -34,3 +34,6 @@ class CudaArena:
         flat = torch.from_numpy(np.ascontiguousarray(data).reshape(-1))
         self.tensor[offset : offset + flat.numel()].copy_(flat)
         torch.cuda.current_stream(self.tensor.device).synchronize()
+
+    def populate(self, start: int, num_bytes: int) -> None:
+        """Do nothing: device memory is there once it is allocated."""

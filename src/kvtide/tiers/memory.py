@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import sys
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,8 @@ from kvtide.spec import SlotLayout
 from kvtide.tiers.contract import FULL, MISSING, OK, Cause, GroupRecords, Statuses, TierStats
 from kvtide.units import format_bytes
 
+MADV_POPULATE_WRITE = 23  # Linux 5.14 and later, asm-generic/mman-common.h
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # its calls let other threads run
 HUGE_PAGE_BYTES = 2 << 20  # x86-64 and arm64 with 4 KiB base pages
 
 
@@ -43,6 +46,11 @@ class Arena:
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self.buffer: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, num_bytes)
         self.address = address_of(self.buffer)
+
+    def populate(self, start: int, num_bytes: int) -> None:
+        """Have the kernel commit this part at once; where it cannot, it does so as the part is touched."""
+        if _LIBC is not None:
+            _LIBC.madvise(ctypes.c_void_p(self.address + start), ctypes.c_size_t(num_bytes), MADV_POPULATE_WRITE)
 
 
 class FramePool:
@@ -86,6 +94,10 @@ class FramePool:
         """Return the address of each frame."""
         return (self.address + frames * self.frame_bytes).astype(np.uint64)
 
+    def populate(self, start: int, num_bytes: int) -> None:
+        """Have the kernel commit a part at once; frames are taken from the first on."""
+        self.arena.populate(start, num_bytes)
+
     def clear(self, frames: npt.NDArray[np.int64]) -> None:
         """Fill frames with zeros."""
         self.rows[frames] = 0
@@ -112,6 +124,9 @@ class HollowFramePool(FramePool):
     def _make_room(self) -> tuple[int, npt.NDArray[np.uint8]]:
         one = np.zeros(1, np.uint8)
         return PAGE_BYTES, np.lib.stride_tricks.as_strided(one, (self.num_frames, self.frame_bytes), (0, 0))
+
+    def populate(self, start: int, num_bytes: int) -> None:
+        """Do nothing: there is nothing to commit."""
 
     def clear(self, frames: npt.NDArray[np.int64]) -> None:
         """Do nothing: no frame holds anything."""

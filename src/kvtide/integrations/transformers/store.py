@@ -174,7 +174,7 @@ class Session:
             if end >= len(self.tokens):
                 return
             try:
-                self._forward(start, end)
+                self.forward(start, end)
             except LostKv as lost:
                 self._heal(lost)
 
@@ -210,7 +210,8 @@ class Session:
     def _ids(self, start: int, end: int) -> torch.Tensor:
         return torch.tensor([self.tokens[start:end]], device=self._store.loaded.model.device)
 
-    def _forward(self, start: int, end: int) -> None:
+    def forward(self, start: int, end: int) -> None:
+        """Run one step on the prompt's tokens `start` to `end`, which must follow what is kept."""
         ids = self._ids(start, end)
         with torch.inference_mode():
             self._store.loaded.model(input_ids=ids, cache=self.kv, use_cache=True, logits_to_keep=1)
