@@ -130,7 +130,9 @@ def measure(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
     ]
     errors = [abs(error) for row in rows for error in row["errors"].values()]
     return {
-        "label": "measured and simulated",
+        "benchmark": "predict",
+        "question": "how far is what kvtide predicts from what happens?",
+        "label": "measured; predictions: simulated",
         "environment": environment(args.dir) | versions(),
         "model": loaded.name,
         "dtype": loaded.dtype.value,
@@ -138,7 +140,7 @@ def measure(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
         "repeats": args.repeats,
         "smoke": args.smoke,
         "goal": "operations and bytes equal; median error of times <= 10 %, worst <= 25 %",
-        "probe": {"read": asdict(found.read.roof), "write": asdict(found.write.roof)},
+        "probe": {"label": "measured", "read": asdict(found.read.roof), "write": asdict(found.write.roof)},
         "host": asdict(host),
         "rows": rows,
         "num_configs": len(rows),

@@ -71,7 +71,7 @@ def test_populated_memory_is_zero_and_writable() -> None:
 
 
 def test_a_reopened_store_is_warmed_by_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout, asked = small_layout(), []
+    layout, asked, used = small_layout(), [], [0]
 
     def populate(_pool: FramePool, _start: int, num: int) -> None:
         asked.append(num)
@@ -88,7 +88,7 @@ def test_a_reopened_store_is_warmed_by_what_it_holds(tmp_path: Path, monkeypatch
         )
         Walker(cache).step([cache.open(list(range(32)))], [list(range(32))] if not opening else [[31]])
         cache.close()
-        used = namespace.tier.stats().used_bytes
+        used.append(namespace.tier.stats().used_bytes)
         namespace.close()
         assert bool(asked) == bool(opening)
-    assert sum(asked) == min(used, MIB // 4096 * 4096)
+    assert sum(asked) == used[1]
