@@ -107,7 +107,7 @@ def measure(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
     shape = KVShape.of(loaded.spec, loaded.dtype)
     configs = [CONFIGS[0], CONFIGS[7]] if args.smoke else CONFIGS
     if args.smoke:
-        configs = [replace(config, context=300) for config in configs]
+        configs = [replace(config, context=96) for config in configs]
     found = probe_path(args.dir, ProbeOptions(seconds=args.probe_seconds), version=__version__)
     drive = from_probe(found).drive.device_model()
     host = measure_host(op_ns=found.read.roof.host_ns)
@@ -119,7 +119,7 @@ def measure(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
         for number, config in enumerate(configs):
             measured.append(run_config(config, args, loaded, root, shape, slept))
             print(f"{number + 1} of {len(configs)} measured", file=sys.stderr)
-            if number + 1 in {len(configs) // 3, 2 * len(configs) // 3, len(configs)}:
+            if not args.smoke and number + 1 in {len(configs) // 3, 2 * len(configs) // 3, len(configs)}:
                 steps += calibrate_model(loaded, shape, smoke=args.smoke)
     finally:
         shutil.rmtree(root, ignore_errors=True)
@@ -155,18 +155,18 @@ def calibrate_model(loaded: LoadedModel, shape: KVShape, *, smoke: bool) -> list
 
     A step of one token runs in `generate`, as all decoding does. `num_new` 0 stands for what comes once a turn.
     """
-    contexts = (192, 64) if smoke else (2048, 1024, 256)
-    tokens = tokens_of(loaded, max(contexts) + max(STEP_SIZES) + 8)
+    contexts, sizes = ((96, 48), (1, 24)) if smoke else ((2048, 1024, 256), STEP_SIZES)
+    tokens = tokens_of(loaded, max(contexts) + max(sizes) + 8)
     room = 2 * len(tokens) * shape.bytes_per_token
     options = StoreOptions(device_bytes=room, dram_bytes=room, group_blocks=8)
     steps = []
     with KvStore(loaded, options) as store:
         session = store.session(tokens[: contexts[0] + 1])
         session.kv.capacity_hint = len(tokens)
-        session.prefill(reserve_tokens=max(STEP_SIZES))
+        session.prefill(reserve_tokens=max(sizes))
         for context in contexts:
             sequence = session.kv.sequences[0]
-            for size in STEP_SIZES:
+            for size in sizes:
                 for _ in range(3 if size < 512 else 2):
                     if session.kv.num_tokens > context:
                         store.cache.truncate(sequence, context)

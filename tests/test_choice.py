@@ -146,3 +146,38 @@ def test_a_pace_survives_as_text() -> None:
 def test_an_unknown_way_is_refused() -> None:
     with pytest.raises(ConfigError, match="auto, always, never"):
         virtual_cache(layout_of(), Budgets(64 * MIB, 64 * MIB), None, reuse="sometimes")
+
+
+def test_what_was_computed_again_is_found_in_memory_next_time() -> None:
+    layout = layout_of()
+    drive = DeviceModel(100_000, 50_000, 0, 100_000, 10_000_000, 1_000_000_000, 32)
+    virtual = virtual_cache(layout, Budgets(64 * MIB, 64 * MIB, 256 * MIB), drive)
+    prompt = np.arange(1024).tolist()
+    for turn in range(4):
+        if turn == 1:
+            virtual = reopened(virtual, pace=Pace(token_ns=1000, byte_ns=100))  # a slow drive
+        driver = Driver(
+            virtual.cache, Steady(1000, 8), clock=virtual.main.now_ns, advance=virtual.advance,
+            make_rows=make_hollow_rows,
+        )  # fmt: skip
+        times = driver.turn(prompt, [1, 2])
+        used = virtual.cache.usage()["dram"].used_bytes
+        if turn == 1:
+            assert times.matched.num_tokens == 0
+            once = used
+        elif turn > 1:
+            assert times.matched.num_tokens == 1008
+            assert times.matched.file_bytes == 0
+            assert used < 1.2 * once  # the tail is copied before it is appended to, nothing else
+
+
+def test_a_step_of_several_rows_counts_once() -> None:
+    layout = layout_of()
+    virtual = virtual_cache(layout, Budgets(64 * MIB, 64 * MIB), None)
+    model = Steady(1000, 8)
+    driver = Driver(
+        virtual.cache, model, clock=virtual.main.now_ns, advance=virtual.advance, make_rows=make_hollow_rows
+    )
+    sequences = [virtual.cache.open() for _ in range(4)]
+    driver.step(sequences, [list(range(row * 100, row * 100 + 64)) for row in range(4)], 128)
+    assert virtual.cache.pace.token_ns == pytest.approx(1000, rel=0.01)

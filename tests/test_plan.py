@@ -21,6 +21,7 @@ from kvtide.planner.closed import overlap, plan, read_pattern
 from kvtide.planner.examples import article, article_job, article_machine, study
 from kvtide.planner.inputs import Job, Machine
 from kvtide.planner.options import PlanOptions, build, sweep
+from kvtide.planner.placement import place
 from kvtide.planner.simulate import simulate
 from kvtide.planner.whatif import break_even, changes, endurance
 from kvtide.spec import Layout
@@ -129,7 +130,7 @@ def test_wear_is_what_is_written(catalogue: Catalogue) -> None:
     wear = endurance(found)
     assert wear is not None
     batch_s = (found.ttft_ns + found.itl_ns) / 1e9
-    assert wear.bytes_per_day == pytest.approx(found.placement.kv_bytes["ssd"] / batch_s * 86_400)
+    assert wear.bytes_per_day == pytest.approx(32 * 32_001 * 327_680 / batch_s * 86_400)
 
 
 @pytest.mark.parametrize(
@@ -225,3 +226,32 @@ def test_a_simulation_says_what_it_found() -> None:
     assert found["written_bytes"] >= 1024 * 131_072  # written through: every token's KV
     refused = run("llama-3-8b", "--select", "0.1", "--simulate")
     assert refused.returncode == 2
+
+
+def test_odd_inputs_are_planned() -> None:
+    latent = ["deepseek-v3", "--gpus", "16", "--gpu", "h200", "--weights", "fp8_e4m3", "--context", "64"]
+    assert run(*latent, "--kv-on-device", "0", "--simulate").returncode == 0  # K and V in one row
+    assert run("llama-3-8b", "--depth", "20000").returncode == 0  # four times as many are refused, not the plan
+    assert run("llama-3-8b", "--context", "1", "--output", "1", "--batch", "40", "--simulate").returncode == 0
+    told = run("llama-3-8b", "--kv-on-device", "10TiB")
+    assert told.returncode == 2
+    assert "--kv-on-device" in told.stderr
+    told = run("llama-3-8b", "--simulate", "--sweep", "depth=1,8")
+    assert told.returncode == 2
+    assert "--simulate" in told.stderr
+    told = run("llama-3-8b", "--context", "1500", "--dram", "20MiB", "--ssd", "none", "--simulate")
+    assert told.returncode == 2
+    assert "room" in told.stderr
+
+
+def test_kv_that_ranks_copy_takes_room_in_each(catalogue: Catalogue) -> None:
+    options = PlanOptions("llama-3-8b", gpus=16, batch=512, context=8000, any_context=True, dram="10TiB")
+    placement = place(*build(options, catalogue))
+    room = 16 * 80e9 * 0.9 - placement.weight_bytes
+    assert placement.room_bytes["device"] == pytest.approx(room / 2, rel=0.01)  # 8 heads on 16 GPUs
+
+
+def test_break_even_of_each_tier_is_its_own(catalogue: Catalogue) -> None:
+    options = PlanOptions("llama-3-8b", context=7000, cxl="1TiB")
+    rows = {row.tier: row for row in break_even(*build(options, catalogue))}
+    assert rows["dram"].load_ns < rows["cxl"].load_ns

@@ -78,7 +78,8 @@ def _token_ids(tokens: npt.ArrayLike) -> npt.NDArray[np.uint32]:
 
 
 class PrefixIndex:
-    """Finds the unit that holds a block by the block's key. Of several with one key the earliest is found.
+    """Finds the unit that holds a block by the block's key. Of several with one key the earliest is found,
+    or the one preferred.
 
     An entry is one integer, unit << 32 | tokens, so a look-up of many keys is one pass in C.
     """
@@ -106,6 +107,14 @@ class PrefixIndex:
             else:
                 self._others.setdefault(key, []).append(entry)
             own.append(key)
+
+    def prefer(self, keys: KeyArray, *, unit: int) -> None:
+        """Let `unit`, which holds the blocks with `keys`, be the one that is found."""
+        for key in keys.tolist():
+            others = self._others.get(key, [])
+            mine = next((at for at, entry in enumerate(others) if entry >> 32 == unit), None)
+            if mine is not None:
+                self._found[key], others[mine] = others[mine], self._found[key]
 
     def get(self, keys: KeyArray) -> tuple[Ids, npt.NDArray[np.int32]]:
         """Return for each key the unit and the tokens of it that end there, or -1 and -1."""

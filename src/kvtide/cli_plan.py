@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,6 +86,8 @@ def plan(
         network, select, fragment, layout, block_tokens, group_blocks, depth, io_threads, io_path, nominal, overlap,
         disaggregate, any_context, probe,
     )  # fmt: skip
+    if sweeps and (simulated or gpu_hour is not None):
+        raise ConfigError("--sweep plans in closed form only: leave out --simulate and --gpu-hour")
     points = _swept(options, sweeps or [], catalogue)
     report = None if points else _report(options, catalogue, gpu_hour, is_simulated=simulated)
     if html is not None:
@@ -106,7 +108,9 @@ def _report(options: PlanOptions, catalogue: Catalogue, gpu_hour: float | None, 
     found = make_plan(job, machine)
     price = cost_per_million(found, gpu_hour) if gpu_hour is not None else None
     run = _simulated(job, machine) if is_simulated else None
-    return PlanReport(found, changes(found, catalogue), break_even(job, machine), endurance(found), price, run)
+    closed_ns = make_plan(replace(job, output=1), machine).itl_ns if run else 0.0
+    table = changes(found, catalogue)
+    return PlanReport(found, table, break_even(job, machine), endurance(found), price, run, closed_ns)
 
 
 def _simulated(job: Job, machine: Machine) -> Simulated:

@@ -12,13 +12,15 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvtide.errors import ConfigError
-from kvtide.evict import EVICTOR_NAMES
+from kvtide.evict import EVICTOR_NAMES, make_evictor
+from kvtide.evict.admission import make_admission
 from kvtide.hardware import load as load_catalogue
 from kvtide.planner.calibrate import measure_host
+from kvtide.planner.compute import RooflineCompute
 from kvtide.planner.inputs import Job, Machine
 from kvtide.planner.options import PlanOptions, build
 from kvtide.planner.replay import POLICIES, Case, replay
-from kvtide.planner.timed import Timed, compute_of, run_real, run_virtual
+from kvtide.planner.timed import Timed, run_real, run_virtual
 from kvtide.planner.virtual import Budgets
 from kvtide.report.replay import print_replay, replay_json
 from kvtide.units import parse_bytes
@@ -65,7 +67,16 @@ def replay_command(
     console = Console(stderr=as_json, highlight=False)
     requests = _requests(workload, log_format, limit)
     options = PlanOptions(
-        model, dtype=dtype, gpu=gpu, gpus=gpus, ssd=ssd, dram=dram, disk=disk, probe=probe, group_blocks=group_blocks
+        model,
+        dtype=dtype,
+        gpu=gpu,
+        gpus=gpus,
+        ssd=ssd,
+        dram=dram,
+        disk=disk,
+        probe=probe,
+        group_blocks=group_blocks,
+        any_context=True,
     )
     job, machine = build(options, load_catalogue())
     cases = _cases({"dram": [dram], "disk": [disk], "evict": evict.split(","), "admit": [admit]}, sweeps or [])
@@ -102,6 +113,10 @@ def _cases(values: dict[str, list[str]], sweeps: list[str]) -> list[Case]:
         if not mark or key.strip() not in SWEEP_KEYS or not text.strip(" ,"):
             raise ConfigError(f"--sweep {word[:60]!r}: type KEY=A,B,C with a key of {', '.join(SWEEP_KEYS)}")
         values[key.strip()] = [value.strip() for value in text.split(",") if value.strip()]
+    for policy in values["evict"]:
+        make_evictor(policy.strip(), 1)  # an unknown name is refused before anything runs
+    for admission in values["admit"]:
+        make_admission(admission, num_keys=1, bytes_per_day=1)
     return [
         Case(_size("--dram", dram), _size("--disk", disk), policy.strip(), admission)
         for dram, disk, policy, admission in itertools.product(*(values[key] for key in SWEEP_KEYS))
@@ -123,7 +138,7 @@ def _timed(
     if real is None and not is_simulated:
         return []
     budgets = Budgets(_size("--device-memory", device), _size("--dram", dram), _size("--disk", disk))
-    compute = compute_of(job, machine, is_computed=is_computed)
+    compute = RooflineCompute(job, machine) if is_computed else None
     task = bar.add_task("timed replay", total=requests.num_requests)
     made = []
     if real is not None:

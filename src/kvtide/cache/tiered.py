@@ -109,11 +109,12 @@ class TieredCache:
         self._live: dict[int, Sequence] = {}
         self._next_id = 0
         self.wait_ns = self._num_steps = 0
-        self._step_began = (0, 0)  # when, and wait_ns then
+        self._step_began, self._step_tokens = (0, 0), 0  # when, and wait_ns then; of all rows of the step
         if isinstance(tier, FileTier):
             self.ledger.adopt(tier.inventory())
         self._store_error: BaseException | None = None
-        if used := tier.stats().used_bytes if tier is not None else 0:
+        used = tier.stats().used_bytes if tier is not None else 0
+        if used and frame_pool is FramePool:
             sizes = min(used, pool.num_frames * frame_bytes), min(used, arena.num_bytes)
             warm(list(zip((pool.populate, arena.populate), sizes, strict=True)), self._mover)
         self._loader = Loader(self.ledger, self.windows, self._traffic, self._mover, self._lock)
@@ -183,6 +184,7 @@ class TieredCache:
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """Forget the tokens of `sequence` from `num_tokens` on, with a step that was begun and not sealed."""
+        self._step_tokens = 0
         with self._lock:
             self._growth.truncate(sequence, num_tokens)
 
@@ -231,7 +233,9 @@ class TieredCache:
         """
         assert sequence.pending is None, "the last step was not sealed"
         self._num_steps += 1
-        self._step_began = self._clock(), self.wait_ns
+        if not self._step_tokens:
+            self._step_began = self._clock(), self.wait_ns
+        self._step_tokens += num_tokens
         needs = self._growth.needs(sequence, num_tokens)
         with self._lock:
             if self._growth.grow(sequence, needs, None):
@@ -300,18 +304,20 @@ class TieredCache:
         ids = np.asarray(tokens, np.int64).tolist()
         assert sequence.pending is not None, "no step was begun"
         assert len(ids) == sequence.num_pending, "a step is sealed with as many tokens as it had"
-        self._note_pace(len(ids))
+        self._note_pace()
         with self._lock:
             full = self._growth.seal(sequence, ids)
         if len(full) and self._tier is not None and self._options.write_policy == "through":
             job = self._mover.submit(lambda: self._traffic.store(full, "prefill-write"), WRITE_BACK)
             job.add_done_callback(self._note_store)
 
-    def _note_pace(self, num_tokens: int) -> None:
-        """Take in what the step cost, from its first layer's KV to its last one's: all layers but one."""
-        began, waited = self._step_began
-        computed_ns = self._clock() - began - (self.wait_ns - waited)
-        self.pace.note_step(num_tokens, computed_ns * self.layout.num_layers / max(1, self.layout.num_layers - 1))
+    def _note_pace(self) -> None:
+        """Take in what the step of all rows cost, from its first layer's KV to its last one's: all layers but one."""
+        num_layers, (began, waited) = self.layout.num_layers, self._step_began
+        if self._step_tokens and num_layers > 1:
+            computed_ns = self._clock() - began - (self.wait_ns - waited)
+            self.pace.note_step(self._step_tokens, computed_ns * num_layers / (num_layers - 1))
+        self._step_tokens = 0
 
     def pause(self, sequence: Sequence) -> None:
         """Say that `sequence` will not grow for now: its unfilled tail can be found, stored and evicted."""

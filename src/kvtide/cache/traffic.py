@@ -174,6 +174,8 @@ class Traffic:
             (0, k_part, windows.k_offset(window, row, first * group)),
             (k_part, v_part, windows.v_offset(window, row, first * group)),
         ):
+            if not part:  # K and V share one row
+                continue
             for index in range(num_full):
                 windows.arena.write(offset + index * part, self._rows[frames[index], start : start + part])
             if num_full < len(frames):

@@ -1,4 +1,4 @@
-"""Evictors that go by when an id came or was used last: lru, fifo, lip, slru, look-ahead. Next: frequency.
+"""Evictors that go by when an id came or was used last: lru, fifo, lip, slru, look-ahead. Next: scanproof.
 
 All work is O(1) an id, amortised.
 """

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kvtide.planner.inputs import Job, Machine, check
-from kvtide.planner.placement import Placement, place
+from kvtide.planner.placement import Placement, copies, place
 from kvtide.roofline import Roof
 from kvtide.sizing import Phase as Work
 from kvtide.sizing import size_report
@@ -59,7 +59,7 @@ class PhasePlan:
 
     def utilisation(self, name: str) -> float:
         """Part of the phase in which a resource works."""
-        return self.uses[name].time_ns / self.total_ns if self.total_ns else 0.0
+        return min(1.0, self.uses[name].time_ns / self.total_ns) if self.total_ns else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,9 @@ def plan(job: Job, machine: Machine) -> Plan:
         "decode": _decode(job, machine, placement),
     }
     if job.is_disaggregated and machine.network is not None:
-        phases["hand-over"] = _hand_over(job, machine, placement, phases["prefill"])
+        total, sending = hand_over_ns(job, machine, placement.total_bytes, phases["prefill"].total_ns)
+        use = Use(sending, placement.total_bytes, bound="network-bound")
+        phases["hand-over"] = PhasePlan("hand-over", total, {"network": use}, 0)
     return Plan(job, machine, placement, phases, _notes(job, machine))
 
 
@@ -113,7 +115,7 @@ def compute_use(work: Work, job: Job, machine: Machine, *, kv_share: float = 1.0
     weights = (
         work.weight_bytes / job.model.weight_dtype.itemsize * (job.weight_dtype or job.model.weight_dtype).itemsize
     )
-    num_bytes = weights + work.kv_read_bytes * kv_share + work.kv_written_bytes
+    num_bytes = weights + (work.kv_read_bytes * kv_share + work.kv_written_bytes) * copies(job, machine)
     by_flop = flop / (gpu.gemm_flop_per_s(job.model.dtype) * num) * 1e9
     by_bytes = num_bytes / (gpu.decode_bytes_per_s * num) * 1e9
     return Use(max(by_flop, by_bytes), num_bytes, bound="compute-bound" if by_flop >= by_bytes else "memory-bound")
@@ -157,8 +159,8 @@ def _prefill(job: Job, machine: Machine, placement: Placement) -> PhasePlan:
     uses = {
         "compute": compute_use(work, job, machine),
         "link": link_use(placement.spilled_bytes, max(slot.fragment_bytes), machine),
-        "dram": _memory_use(machine, placement.kv_bytes["dram"] + 2 * placement.kv_bytes["ssd"]),
-        "cxl": _cxl_use(machine, placement.kv_bytes["cxl"]),
+        "dram": memory_use(machine, placement.kv_bytes["dram"] + 2 * placement.kv_bytes["ssd"]),
+        "cxl": cxl_use(machine, placement.kv_bytes["cxl"]),
     }
     if machine.ssd is not None and placement.kv_bytes["ssd"]:
         size = min(WRITE_BYTES_MAX, slot.slot_bytes)
@@ -184,27 +186,28 @@ def _decode(job: Job, machine: Machine, placement: Placement) -> PhasePlan:
     return _phase("decode", job, uses, job.batch)
 
 
-def _hand_over(job: Job, machine: Machine, placement: Placement, prefill: PhasePlan) -> PhasePlan:
-    """Send KV from the prefill machine to the decode machine, layer by layer while prefill still computes."""
-    assert machine.network is not None
-    sending = placement.total_bytes / machine.network.bytes_per_s * 1e9 + machine.network.latency_ns
-    late = max(sending - prefill.total_ns, 0.0) + sending / job.shape().num_layers  # the last layer cannot overlap
-    total = late if job.is_overlapped else sending
-    return PhasePlan("hand-over", total, {"network": Use(sending, placement.total_bytes, bound="network-bound")}, 0)
+def hand_over_ns(job: Job, machine: Machine, kv_bytes: int, prefill_ns: float) -> tuple[float, float]:
+    """Return how much later the first token comes as KV goes to another machine, and how long it is on its way.
+
+    Where layers overlap, each is sent while the next is computed; the last one cannot be.
+    """
+    assert machine.network is not None, "a hand-over needs a network"
+    sending = kv_bytes / machine.network.bytes_per_s * 1e9 + machine.network.latency_ns
+    late = max(sending - prefill_ns, 0.0) + sending / job.shape().num_layers
+    return (late if job.is_overlapped else sending), sending
 
 
 def read_pattern(job: Job, num_tokens: int) -> tuple[int, int, int]:
     """Return how one decode step reads: ops in all, bytes of one, and how many are known at once (a layer's)."""
     shape, slot = job.shape(), job.slot()
     num_ops = num_bytes = size = most = 0
-    for index, layer in enumerate(shape.layers):
-        tokens = min(num_tokens, layer.window_tokens or num_tokens)
-        blocks = max(1, round(-(-tokens // job.block_tokens) * job.select))
+    for index in range(shape.num_layers):  # all tokens, also where attention sees a window: they are kept as one
+        blocks = max(1, round(-(-num_tokens // job.block_tokens) * job.select))
         found = fragments(
             shape,
             job.layout,
             Access.READ_LAYER if job.select == 1.0 else Access.READ_BLOCKS,
-            num_tokens=tokens,
+            num_tokens=num_tokens,
             block_tokens=job.block_tokens,
             group_blocks=slot.group_blocks,
             k=blocks if job.select < 1.0 else 1,
@@ -227,8 +230,8 @@ def _reads(job: Job, machine: Machine, placement: Placement, num_tokens: int) ->
     below = {tier: num_ops * size * placement.share(tier) for tier in ("dram", "cxl", "ssd")}
     uses = {
         "link": link_use(sum(below.values()), size, machine),
-        "dram": _memory_use(machine, below["dram"] + 2 * below["ssd"]),
-        "cxl": _cxl_use(machine, below["cxl"]),
+        "dram": memory_use(machine, below["dram"] + 2 * below["ssd"]),
+        "cxl": cxl_use(machine, below["cxl"]),
     }
     if machine.ssd is not None and below["ssd"]:
         share = placement.share("ssd")
@@ -238,11 +241,13 @@ def _reads(job: Job, machine: Machine, placement: Placement, num_tokens: int) ->
     return uses
 
 
-def _memory_use(machine: Machine, num_bytes: float) -> Use:
+def memory_use(machine: Machine, num_bytes: float) -> Use:
+    """Return the time DRAM needs to give or take these bytes."""
     return Use(num_bytes / machine.dram.bytes_per_s * 1e9, num_bytes, bound="dram-bound")
 
 
-def _cxl_use(machine: Machine, num_bytes: float) -> Use:
+def cxl_use(machine: Machine, num_bytes: float) -> Use:
+    """Return the time CXL memory needs to give or take these bytes."""
     return Use(num_bytes / machine.cxl.bytes_per_s * 1e9 if machine.cxl else 0.0, num_bytes, bound="cxl-bound")
 
 

@@ -46,7 +46,7 @@ class Machine:
         whole_number("--dram", self.dram_bytes, least=0, most=1 << 60)
         whole_number("--cxl", self.cxl_bytes, least=0, most=1 << 60)
         if self.cxl_bytes and self.cxl is None:
-            raise ConfigError("--cxl needs a kind of memory; type --cxl-kind cxl-expander")
+            raise ConfigError("CXL memory needs its figures: give cxl with cxl_bytes")
 
     @property
     def gpu_bytes(self) -> int:
@@ -134,7 +134,7 @@ def check(job: Job, machine: Machine) -> None:
     """
     job.shape(machine.num_gpus)  # heads divide
     room = int(machine.gpu_bytes * (1 - WORKSPACE_SHARE))
-    if job.weight_bytes > room and machine.gpu.link is not None:
+    if job.weight_bytes > room:
         least = -(-job.weight_bytes // int(machine.gpu.memory_bytes * (1 - WORKSPACE_SHARE)))
         raise ConfigError(
             f"the weights of {job.model.name} take {format_bytes(job.weight_bytes)}, but {machine.num_gpus} x "

@@ -34,6 +34,12 @@ class Placement:
         return self.total_bytes - self.kv_bytes["device"]
 
 
+def copies(job: Job, machine: Machine) -> float:
+    """Return how often the GPUs together keep each byte of KV: more than once where heads do not divide among them."""
+    shape = job.shape(machine.num_gpus)
+    return shape.bytes_per_token * machine.num_gpus / job.shape().bytes_per_token
+
+
 def place(job: Job, machine: Machine) -> Placement:
     """Fill the tiers from the top with the KV of all contexts.
 
@@ -41,9 +47,13 @@ def place(job: Job, machine: Machine) -> Placement:
     """
     total = job.batch * job.context * job.shape().bytes_per_token
     left_on_device = max(0, int(machine.gpu_bytes * (1 - WORKSPACE_SHARE)) - job.weight_bytes)
-    device = left_on_device if job.device_kv_bytes is None else job.device_kv_bytes
-    if machine.link is None:  # the CPU computes where the host's memory is
-        device = min(device, machine.gpu_bytes)
+    wanted = left_on_device if job.device_kv_bytes is None else job.device_kv_bytes
+    if wanted > left_on_device:
+        raise ConfigError(
+            f"--kv-on-device {format_bytes(wanted)}: beside the weights {machine.num_gpus} x {machine.gpu.name} have "
+            f"{format_bytes(left_on_device)}; type less, or leave it out"
+        )
+    device = int(wanted / copies(job, machine))  # ranks that share a head keep it each
     room = {"device": device, "dram": machine.dram_bytes, "cxl": machine.cxl_bytes, "ssd": machine.disk_bytes}
     placed, left = {}, total
     for tier in TIERS:

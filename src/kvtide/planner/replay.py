@@ -131,7 +131,7 @@ def _run(workload: Workload, case: Case, block_bytes: int, times: _Times) -> Cas
         written_bytes=hits.disk.num_written * block_bytes,
         reread_bytes=hits.disk.num_reread * block_bytes,
         compute_ns=float(times.compute_ns(workload.input_tokens).sum()),
-        saved_ns=float(times.saved_ns(hit_tokens, hits.dram.hits, hits.disk.hits).sum()),
+        saved_ns=float(times.saved_ns(workload.input_tokens, hit_tokens, hits.dram.hits, hits.disk.hits).sum()),
     )
 
 
@@ -165,10 +165,20 @@ class _Times:
         return np.interp(tokens, self._grid, self._computed) * (tokens > 0)
 
     def saved_ns(
-        self, hit_tokens: npt.NDArray[np.int64], dram_hits: npt.NDArray[np.int64], disk_hits: npt.NDArray[np.int64]
+        self,
+        tokens: npt.NDArray[np.int64],
+        hit_tokens: npt.NDArray[np.int64],
+        dram_hits: npt.NDArray[np.int64],
+        disk_hits: npt.NDArray[np.int64],
     ) -> npt.NDArray[np.float64]:
-        """Return what hits save, none less than nothing: where loading takes longer, it is computed. Shapes: [R]."""
+        """Return what hits save, none less than nothing: where loading takes longer, it is computed. Shapes: [R].
+
+        The rest of a prompt is computed in any case, at least its last token; where reading weights is what takes time,
+        that costs as much as the whole.
+        """
         dram, disk = dram_hits * self._block_tokens, disk_hits * self._block_tokens
         loading = np.interp(dram, self._grid, self._dram) * (dram > 0)
         loading += np.interp(disk, self._grid, self._disk) * (disk > 0)
-        return np.maximum(0.0, self.compute_ns(hit_tokens) - loading)
+        rest = self.compute_ns(np.maximum(1, tokens - hit_tokens)) * (tokens > 0)
+        computing = np.minimum(self.compute_ns(hit_tokens), self.compute_ns(tokens) - rest)
+        return np.maximum(0.0, computing - loading)

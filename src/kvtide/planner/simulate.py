@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvtide.errors import ConfigError
+from kvtide.errors import ConfigError, IoError
+from kvtide.planner.closed import hand_over_ns
 from kvtide.planner.compute import RooflineCompute
 from kvtide.planner.driver import Driver
 from kvtide.planner.inputs import Job, Machine
 from kvtide.planner.placement import place
 from kvtide.planner.virtual import Budgets, HostCosts, VirtualCache, make_hollow_rows, virtual_cache
-from kvtide.trace.record import Recorder
 from kvtide.units import format_bytes
 
 FRAGMENTS_MAX = 4_000_000  # of one step: some half a minute of computing
@@ -40,6 +40,7 @@ class Simulated:
     num_writes: int = 0  # of the whole run
     written_bytes: int = 0
     wait_share: float = 0.0  # of the last steps, standing still for KV
+    hand_over_ns: float = 0.0  # in ttft_ns, where another machine prefills
     mover_share: float = 0.0  # of all time, the mover at work
 
 
@@ -50,8 +51,14 @@ def simulate(job: Job, machine: Machine, *, on_progress: Callable[[int, int], No
     """
     if job.select < 1.0 or job.fragment_bytes is not None:
         raise ConfigError("only whole contexts in kvtide's own layout are simulated: leave out --select and --fragment")
-    recorder = Recorder()
-    virtual = _open(job, machine, recorder)
+    try:
+        return _simulate(job, machine, on_progress)
+    except IoError as error:
+        raise ConfigError(f"the simulated tiers have no room: {error}") from None
+
+
+def _simulate(job: Job, machine: Machine, on_progress: Callable[[int, int], None] | None) -> Simulated:
+    virtual = _open(job, machine)
     driver = Driver(
         virtual.cache,
         RooflineCompute(job, machine),
@@ -68,15 +75,19 @@ def simulate(job: Job, machine: Machine, *, on_progress: Callable[[int, int], No
         sequences.append(sequence)
         if on_progress is not None:
             on_progress(row + 1, job.batch)
-    virtual.cache.drain()
     made.ttft_ns = virtual.main.now_ns()
+    virtual.cache.drain()
+    if job.is_disaggregated and machine.network is not None:
+        kv_bytes = job.batch * job.context * job.shape().bytes_per_token
+        made.hand_over_ns = hand_over_ns(job, machine, kv_bytes, made.ttft_ns)[0]
+        made.ttft_ns += made.hand_over_ns
     waits = []
     for step in range(STEPS_MAX):
-        ops_before, began, waited = recorder.counts()[1], virtual.main.now_ns(), virtual.cache.wait_ns
+        before, began, waited = _reads(virtual), virtual.main.now_ns(), virtual.cache.wait_ns
         driver.step(sequences, [[step]] * job.batch, job.context + STEPS_MAX)
         made.step_ns.append(virtual.main.now_ns() - began)
         waits.append(virtual.cache.wait_ns - waited)
-        _count_reads(made, recorder, ops_before)
+        made.num_reads, made.read_bytes = (after - old for after, old in zip(_reads(virtual), before, strict=True))
         last = np.array(made.step_ns[-NUM_ALIKE:], np.float64)
         made.spread, made.itl_ns = float((last.max() - last.min()) / last.mean()), float(last.mean())
         made.is_steady = len(made.step_ns) > NUM_ALIKE and made.spread <= STEADY
@@ -84,14 +95,13 @@ def simulate(job: Job, machine: Machine, *, on_progress: Callable[[int, int], No
             break
     made.wait_share = sum(waits[-NUM_ALIKE:]) / max(1, sum(made.step_ns[-NUM_ALIKE:]))
     made.mover_share = virtual.mover.busy_ns / max(1, virtual.main.now_ns())
-    ops = recorder.ops_between(0, recorder.counts()[1])
-    made.num_writes = int(ops["is_write"].sum())
-    made.written_bytes = int(ops["length"][ops["is_write"]].astype(np.int64).sum())
+    if virtual.tier is not None:
+        made.num_writes, made.written_bytes = virtual.tier.stats().num_writes, virtual.tier.stats().written_bytes
     virtual.cache.close()
     return made
 
 
-def _open(job: Job, machine: Machine, recorder: Recorder) -> VirtualCache:
+def _open(job: Job, machine: Machine) -> VirtualCache:
     slot, placement = job.slot(), place(job, machine)
     num_fragments = job.batch * slot.num_layers * -(-job.context // slot.tokens_per_group)
     if num_fragments > FRAGMENTS_MAX:
@@ -102,7 +112,7 @@ def _open(job: Job, machine: Machine, recorder: Recorder) -> VirtualCache:
     layer_bytes = job.batch * max(layer.token_bytes for layer in slot.shape.layers)
     window_bytes = layer_bytes * (-(-(job.context + STEPS_MAX) // slot.tokens_per_group)) * slot.tokens_per_group
     device_bytes = max(placement.room_bytes["device"], 2 * window_bytes)
-    kv_bytes = -(-placement.total_bytes // slot.tokens_per_group // slot.shape.bytes_per_token) * slot.slot_bytes
+    kv_bytes = job.batch * -(-(job.context + STEPS_MAX) // slot.tokens_per_group) * slot.slot_bytes
     disk_bytes = min(machine.disk_bytes, int(kv_bytes * SPARE_DISK) + (64 << 20))
     dram_bytes = min(machine.dram_bytes, int(kv_bytes * SPARE_DISK) + (1 << 30))
     if not dram_bytes:
@@ -116,14 +126,12 @@ def _open(job: Job, machine: Machine, recorder: Recorder) -> VirtualCache:
         costs=HostCosts(op_ns=machine.io_path.host_ns / machine.num_io_threads),
         copy_time_ns=lambda num_bytes: num_bytes / machine.link_bytes_per_s(num_bytes) * 1e9,
         depth_max=machine.depth,
-        recorder=recorder,
     )
 
 
-def _count_reads(made: Simulated, recorder: Recorder, start: int) -> None:
-    ops = recorder.ops_between(start, recorder.counts()[1])
-    reads = ops[~ops["is_write"]]
-    made.num_reads, made.read_bytes = len(reads), int(reads["length"].astype(np.int64).sum())
+def _reads(virtual: VirtualCache) -> tuple[int, int]:
+    """Return operations and bytes read so far."""
+    return (virtual.tier.stats().num_reads, virtual.tier.stats().read_bytes) if virtual.tier is not None else (0, 0)
 
 
 def describe(found: Simulated) -> str:

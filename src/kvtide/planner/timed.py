@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.cache import CacheOptions, CpuArena, TieredCache
+from kvtide.cache.choice import Reuse
 from kvtide.errors import ConfigError
-from kvtide.planner.compute import RooflineCompute
 from kvtide.planner.driver import Compute, Driver, NoCompute
 from kvtide.planner.inputs import Job, Machine
 from kvtide.planner.virtual import Budgets, HostCosts, make_hollow_rows, virtual_cache
@@ -62,6 +62,7 @@ def run_virtual(
         copy_time_ns=None if costs else lambda size: size / machine.link_bytes_per_s(size) * 1e9,
         depth_max=machine.depth,
         recorder=recorder,
+        reuse=_reuse(compute),
     )
     driver = Driver(
         virtual.cache,
@@ -109,7 +110,7 @@ def run_real(
         recorder=recorder,
     )
     try:
-        options = CacheOptions(dram_bytes=budgets.dram_bytes)
+        options = CacheOptions(dram_bytes=budgets.dram_bytes, reuse=_reuse(compute))
         arena = CpuArena(budgets.device_bytes)
         cache = TieredCache(slot, identity.digest(), arena, options, tier=namespace.tier, recorder=recorder)
         try:
@@ -126,6 +127,11 @@ def run_real(
     finally:
         namespace.close()
     return _counted(made, recorder)
+
+
+def _reuse(compute: Compute | None) -> Reuse:
+    """Return whether kept KV may be computed again: not where computing takes no time."""
+    return "auto" if compute is not None else "always"
 
 
 class Sleeper:
@@ -175,8 +181,3 @@ def _counted(made: Timed, recorder: Recorder) -> Timed:
     made.read_bytes, made.written_bytes = int(length[~writes].sum()), int(length[writes].sum())
     made.depth_mean = float(ops["depth"].mean()) if len(ops) else 0.0
     return made
-
-
-def compute_of(job: Job, machine: Machine, *, is_computed: bool) -> Compute | None:
-    """Return the model's time on the machine's GPUs; None where no model is to be waited for."""
-    return RooflineCompute(job, machine) if is_computed else None

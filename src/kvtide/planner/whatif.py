@@ -7,10 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvtide.errors import ConfigError
 from kvtide.hardware import Catalogue, raid0
-from kvtide.planner.closed import Plan, compute_use, drive_use, link_use, overlap, plan, read_pattern
+from kvtide.planner.closed import (
+    Plan,
+    compute_use,
+    cxl_use,
+    drive_use,
+    link_use,
+    memory_use,
+    overlap,
+    plan,
+    read_pattern,
+)
 from kvtide.planner.inputs import Job, Machine
 from kvtide.planner.placement import place
 from kvtide.sizing import size_report
@@ -36,9 +47,9 @@ class Change:
 def changes(found: Plan, catalogue: Catalogue) -> list[Change]:
     """Return every single change tried, best first."""
     made = []
-    for name, job, machine in _variants(found.job, found.machine, catalogue):
+    for name, of_job, of_machine in _variants(found.job, found.machine, catalogue):
         try:
-            other = plan(job, machine)
+            other = plan(replace(found.job, **of_job), replace(found.machine, **of_machine))
         except ConfigError as refused:
             made.append(Change(name, reason=str(refused)))
             continue
@@ -47,37 +58,32 @@ def changes(found: Plan, catalogue: Catalogue) -> list[Change]:
     return sorted(made, key=lambda change: (bool(change.reason), -change.itl_gain, -change.ttft_gain))
 
 
-def _variants(job: Job, machine: Machine, catalogue: Catalogue) -> Iterator[tuple[str, Job, Machine]]:
+def _variants(job: Job, machine: Machine, catalogue: Catalogue) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Yield each change: its name, and what differs in the job and in the machine."""
+    num_ssds, depth, threads = 2 * machine.num_ssds, 4 * machine.depth, 2 * machine.num_io_threads
     if machine.ssd is not None:
-        twice = replace(machine, ssd=raid0(machine.ssd, 2), num_ssds=2 * machine.num_ssds)
-        yield "twice as many drives", job, twice
-        yield f"depth {4 * machine.depth} instead of {machine.depth}", job, replace(machine, depth=4 * machine.depth)
-        yield "twice as many threads for I/O", job, replace(machine, num_io_threads=2 * machine.num_io_threads)
+        yield "twice as many drives", {}, {"ssd": raid0(machine.ssd, 2), "num_ssds": num_ssds}
+        yield f"depth {depth} instead of {machine.depth}", {}, {"depth": depth}
+        yield "twice as many threads for I/O", {}, {"num_io_threads": threads}
     if faster := _FASTER_PATH.get(machine.io_path.name):
-        yield f"I/O path {faster}", job, replace(machine, io_path=catalogue.io_path(faster))
+        yield f"I/O path {faster}", {}, {"io_path": catalogue.io_path(faster)}
     if machine.link is not None and (faster := _FASTER_LINK.get(machine.link.name)):
-        yield f"link {faster}", job, replace(machine, link=catalogue.link(faster))
-    placement = place(job, machine)
-    if placement.kv_bytes["ssd"]:
-        yield "all KV in DRAM", job, replace(machine, dram_bytes=machine.dram_bytes + placement.kv_bytes["ssd"])
-        yield (
-            "CXL memory for what is on the drives",
-            job,
-            replace(machine, cxl=machine.cxl or catalogue.memory("cxl-expander"),
-                    cxl_bytes=machine.cxl_bytes + placement.kv_bytes["ssd"]),
-        )  # fmt: skip
-    yield "twice as many GPUs", job, replace(machine, num_gpus=2 * machine.num_gpus)
-    slot = job.slot()
+        yield f"link {faster}", {}, {"link": catalogue.link(faster)}
+    if on_drives := place(job, machine).kv_bytes["ssd"]:
+        yield "all KV in DRAM", {}, {"dram_bytes": machine.dram_bytes + on_drives}
+        cxl = machine.cxl or catalogue.memory("cxl-expander")
+        yield "CXL memory for what is on the drives", {}, {"cxl": cxl, "cxl_bytes": machine.cxl_bytes + on_drives}
+    yield "twice as many GPUs", {}, {"num_gpus": 2 * machine.num_gpus}
+    group = job.slot().group_blocks
     if job.fragment_bytes is not None:
-        yield "reads four times as large", replace(job, fragment_bytes=4 * job.fragment_bytes), machine
+        yield "reads four times as large", {"fragment_bytes": 4 * job.fragment_bytes}, {}
     elif job.select == 1.0:
-        group = 4 * slot.group_blocks
-        larger = replace(job, layout=Layout.LAYER_MAJOR, group_blocks=group)
-        yield f"groups of {group} blocks instead of {slot.group_blocks}", larger, machine
-    yield "reading a tenth of the KV a step", replace(job, select=job.select / 10), machine
+        larger = {"layout": Layout.LAYER_MAJOR, "group_blocks": 4 * group}
+        yield f"groups of {4 * group} blocks instead of {group}", larger, {}
+    yield "reading a tenth of the KV a step", {"select": job.select / 10}, {}
     if not job.is_overlapped:
-        yield "loading the next layer while one computes", replace(job, is_overlapped=True), machine
-    yield "half the batch", replace(job, batch=max(1, job.batch // 2)), machine
+        yield "loading the next layer while one computes", {"is_overlapped": True}, {}
+    yield "half the batch", {"batch": max(1, job.batch // 2)}, {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +121,7 @@ def _load_ns(job: Job, machine: Machine, tier: str, num_tokens: int) -> float:
     num_ops, size, together = read_pattern(job, num_tokens)
     num_bytes = num_ops * size
     uses = {"link": link_use(num_bytes, size, machine)}
+    uses[tier] = cxl_use(machine, num_bytes) if tier == "cxl" else memory_use(machine, num_bytes)
     if tier == "ssd" and machine.ssd is not None:
         uses["ssd"] = drive_use(machine.ssd.read, num_bytes, num_ops, size, machine, together=together)
     latency_ns = machine.link.latency_ns * job.shape().num_layers if machine.link else 0.0
@@ -136,10 +143,11 @@ class Endurance:
 
 
 def endurance(found: Plan) -> Endurance | None:
-    """Return the wear when one batch follows the other; None without drives that take KV."""
-    machine, written = found.machine, found.placement.kv_bytes["ssd"]
-    if machine.ssd is None or not written or not machine.disk_bytes:
+    """Return the wear when one batch follows the other and all KV is written through; None without drives."""
+    machine, job = found.machine, found.job
+    if machine.ssd is None or not machine.disk_bytes:
         return None
+    written = job.batch * (job.context + job.output) * job.shape().bytes_per_token
     batch_s = (found.ttft_ns + found.job.output * found.itl_ns) / 1e9
     a_day = written / batch_s * DAY_S
     return Endurance(a_day, a_day / machine.disk_bytes, machine.ssd.drive_writes_per_day)

@@ -30,6 +30,7 @@ class PlanReport:
     endurance: Endurance | None
     cost_per_million: float | None = None
     simulated: Simulated | None = None
+    closed_itl_ns: float = 0.0  # of the same step as was simulated
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ def print_plan(report: PlanReport, console: Console) -> None:
     if report.cost_per_million is not None:
         console.print(Text(f"A million output tokens cost {report.cost_per_million:,.2f}, the GPUs alone."))
     if report.simulated is not None:
-        console.print(Text(f"{describe(report.simulated)}; in closed form {format_ns(plan.itl_ns)}."))
+        console.print(Text(f"{describe(report.simulated)}; in closed form {format_ns(report.closed_itl_ns)}."))
     for note in plan.notes:
         console.print(Text(f"Note: {note}"))
 

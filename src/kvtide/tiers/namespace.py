@@ -76,7 +76,9 @@ class OpenNamespace:
             return ""
 
     def write_pace(self, text: str) -> None:
-        """Note the pace for the next owner; where that fails, it measures anew."""
+        """Note the pace for the next owner, while the lock is held; where that fails, it measures anew."""
+        if self.fd < 0:
+            return
         with contextlib.suppress(OSError):
             _write_whole(self.path / PACE, text.encode())
 
