@@ -157,7 +157,7 @@ def calibrate_model(loaded: LoadedModel, shape: KVShape, *, smoke: bool) -> list
     """
     contexts, sizes = ((96, 48), (1, 24)) if smoke else ((2048, 1024, 256), STEP_SIZES)
     tokens = tokens_of(loaded, max(contexts) + max(sizes) + 8)
-    room = 2 * len(tokens) * shape.bytes_per_token
+    room = max(64 * MIB, 2 * len(tokens) * shape.bytes_per_token)
     options = StoreOptions(device_bytes=room, dram_bytes=room, group_blocks=8)
     steps = []
     with KvStore(loaded, options) as store:

@@ -146,7 +146,7 @@ def test_rounds_that_disagree_are_named() -> None:
     def degrade(done: int, total: int) -> None:
         if done == total // 2:
             sim.drive.device = DeviceQueue(slow)
-            sim.drive.device._gate_ps = sim.clock.now_ns() * 1000
+            sim.drive.device._gate_ps = [sim.clock.now_ns() * 1000] * 2
 
     measured = measure(sim.bench, spots_of(sizes=(4096,), depths=(1, 8)), 100_000_000, on_progress=degrade)
     assert all(cell.spread > 1 for cell in measured.cells)

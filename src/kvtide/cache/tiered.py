@@ -30,7 +30,7 @@ from kvtide.cache.match import find_prefix
 from kvtide.cache.mover import DEMAND, WRITE_BACK, Mover
 from kvtide.cache.sequence import Match, Sequence
 from kvtide.cache.traffic import SPARE_FRAMES, FillCounts, Traffic
-from kvtide.cache.warm import warm
+from kvtide.cache.warm import warm_for
 from kvtide.cache.windows import DeviceArena, Window, Windows
 from kvtide.errors import ConfigError, IoError
 from kvtide.spec import SlotLayout
@@ -98,8 +98,7 @@ class TieredCache:
         num_slots = tier.stats().capacity_bytes // layout.slot_bytes if tier is not None else 0
         self.layout, self._options, self._tier, self._clock = layout, options, tier, clock
         self._digest, self._recorder = identity_digest, recorder
-        num_units = num_slots + pool.num_frames
-        self.ledger = Ledger(layout, num_units=num_units, frame_pool=pool, evictor=options.evictor)
+        self.ledger = Ledger(layout, num_units=num_slots + pool.num_frames, frame_pool=pool, evictor=options.evictor)
         self.windows = Windows(layout, arena)
         self._lock = threading.Condition(threading.RLock())
         self.pace = pace or Pace()
@@ -113,10 +112,8 @@ class TieredCache:
         if isinstance(tier, FileTier):
             self.ledger.adopt(tier.inventory())
         self._store_error: BaseException | None = None
-        used = tier.stats().used_bytes if tier is not None else 0
-        if used and frame_pool is FramePool:
-            sizes = min(used, pool.num_frames * frame_bytes), min(used, arena.num_bytes)
-            warm(list(zip((pool.populate, arena.populate), sizes, strict=True)), self._mover)
+        if tier is not None and frame_pool is FramePool:
+            warm_for(tier.stats().used_bytes, pool, arena, self._mover)
         self._loader = Loader(self.ledger, self.windows, self._traffic, self._mover, self._lock)
 
     # Sequences

@@ -11,11 +11,19 @@ import time
 from collections.abc import Callable, Iterator
 
 from kvtide.cache.mover import WARM, Mover
+from kvtide.cache.windows import DeviceArena
+from kvtide.tiers.memory import FramePool
 
 CHUNK_BYTES = 8 << 20  # asked for at once: some ms, for which a demand may have to wait
 OPENING_NS = 250_000_000  # an opening may take this much longer for it
 
 Populate = Callable[[int, int], None]  # start, bytes
+
+
+def warm_for(stored_bytes: int, pool: FramePool, arena: DeviceArena, mover: Mover) -> None:
+    """Warm as much of `pool` and `arena` as that many stored bytes can fill."""
+    frames = min(stored_bytes, pool.num_frames * pool.frame_bytes)
+    warm([(pool.populate, frames), (arena.populate, min(stored_bytes, arena.num_bytes))], mover)
 
 
 def warm(parts: list[tuple[Populate, int]], mover: Mover) -> None:

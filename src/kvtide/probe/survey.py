@@ -28,6 +28,7 @@ from kvtide.units import format_bytes, printable
 
 SECONDS_MIN, SECONDS_MAX = 1.0, 3600.0
 DEPTH_MAX = 256
+MEASURE_SHARE_MIN = 0.4  # of the budget, for measuring itself
 FILL_SHARE = 0.2  # of the budget, at most
 MEMORY_SHARE, MEMORY_S_MAX = 0.05, 2.0
 ERROR_MAX = 0.25  # median error of a fit from which on it is called poor
@@ -73,6 +74,8 @@ def probe_path(
         tell("fill", 0, scratch.wanted_bytes)
         fill_end_ns = time.monotonic_ns() + int(FILL_SHARE * options.seconds * 1e9)
         scratch.fill(engine, arena, fill_end_ns, on_progress=lambda done: tell("fill", done, scratch.wanted_bytes))
+        # Where memory or the disk were slow to make ready, it takes longer than asked for, rather than measure nothing.
+        end_ns = max(end_ns, time.monotonic_ns() + int(MEASURE_SHARE_MIN * options.seconds * 1e9))
         spots = choose_spots(end_ns - time.monotonic_ns(), depth_max=engine.depth_max, file_bytes=scratch.file_bytes)
         bench = Bench(engine, scratch.fd, scratch.file_bytes, arena, time.monotonic_ns, scratch.sync, rng)
         measured = measure(bench, spots, end_ns, on_progress=lambda done, total: tell("measure", done, total))
