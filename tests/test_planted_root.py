@@ -25,7 +25,7 @@ from kvtide.trace.verdict import Verdict, judge
 
 KVTIDE = [sys.executable, "-m", "kvtide"]
 SIZE = "256M"
-TRIES = 3
+TRIES = 2
 
 pytestmark = pytest.mark.root
 
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def probed(folder: Path) -> Roofline:
     probe = folder / "probe.json"
-    kvtide("probe", str(folder), "--seconds", "8", "-o", str(probe), "--json")
+    kvtide("probe", str(folder), "--seconds", "6", "-o", str(probe), "--json")
     return load(probe).roofline
 
 
