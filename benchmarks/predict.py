@@ -31,7 +31,7 @@ from kvtide.planner.calibrate import measure_host
 from kvtide.planner.compute import MeasuredCompute, StepTime
 from kvtide.planner.driver import Compute, Driver, TurnTimes
 from kvtide.planner.timed import Sleeper
-from kvtide.planner.virtual import Budgets, HostCosts, make_hollow_rows, reopened, virtual_cache
+from kvtide.planner.virtual import FREE, Budgets, HostCosts, reopened, virtual_cache
 from kvtide.probe.survey import ProbeOptions, probe_path
 from kvtide.spec import KVShape, SlotLayout
 from kvtide.tiers.namespace import open_namespace
@@ -382,9 +382,7 @@ def run_virtual(
     for turn, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         if turn:
             virtual = reopened(virtual)
-        driver = Driver(virtual.cache, compute, clock=virtual.main.now_ns, advance=virtual.advance,
-                        make_rows=make_hollow_rows, call_ns=host.call_ns,
-                        byte_ns=host.put_ns if host.call_ns else 0.0)  # fmt: skip
+        driver = virtual.driver(compute, host if host.call_ns else FREE)
         start = recorder.counts()[1]
         made.append(figures(driver.turn(prompt, answer), recorder, start))
     return made

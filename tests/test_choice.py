@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from kvtide.cache.choice import Choice, Pace, choose, tokens_in_memory
 from kvtide.errors import ConfigError
 from kvtide.io.drive import DeviceModel
-from kvtide.planner.driver import Driver
-from kvtide.planner.virtual import Budgets, make_hollow_rows, reopened, virtual_cache
+from kvtide.planner.virtual import Budgets, reopened, virtual_cache
 from kvtide.spec import Dtype, KVShape, LayerShape, SlotLayout
 from kvtide.trace.record import Recorder
 
@@ -53,13 +52,7 @@ def times_of(reuse: str, token_ns: float, bytes_per_s: int) -> list[float]:
     virtual = virtual_cache(layout, budgets, drive, reuse=reuse)
     times = []
     for _ in range(5):
-        driver = Driver(
-            virtual.cache,
-            Steady(token_ns, layout.num_layers),
-            clock=virtual.main.now_ns,
-            advance=virtual.advance,
-            make_rows=make_hollow_rows,
-        )
+        driver = virtual.driver(Steady(token_ns, layout.num_layers))
         times.append(driver.turn(np.arange(context).tolist(), [1, 2]).ttft_ns)
         pace = virtual.cache.pace
         virtual = reopened(virtual, pace=pace)
@@ -95,10 +88,7 @@ def test_the_decision_is_in_the_trace() -> None:
     virtual = virtual_cache(layout, Budgets(64 * MIB, 64 * MIB, 256 * MIB), drive, recorder=recorder)
     prompt = np.arange(1024).tolist()
     for _ in range(3):
-        driver = Driver(
-            virtual.cache, Steady(1000, 8), clock=virtual.main.now_ns, advance=virtual.advance,
-            make_rows=make_hollow_rows,
-        )  # fmt: skip
+        driver = virtual.driver(Steady(1000, 8))
         driver.turn(prompt, [1, 2])
         virtual = reopened(virtual, pace=virtual.cache.pace)
     figures = [figures for _, _, figures in recorder.choices]
@@ -112,10 +102,7 @@ def test_computing_again_writes_nothing_twice() -> None:
     drive = DeviceModel(100_000, 50_000, 0, 100_000, 10_000_000, 1_000_000_000, 32)
     virtual = virtual_cache(layout, Budgets(64 * MIB, 64 * MIB, 256 * MIB), drive, recorder=recorder, reuse="never")
     for _ in range(2):
-        driver = Driver(
-            virtual.cache, Steady(1000, 8), clock=virtual.main.now_ns, advance=virtual.advance,
-            make_rows=make_hollow_rows,
-        )  # fmt: skip
+        driver = virtual.driver(Steady(1000, 8))
         driver.turn(np.arange(1024).tolist(), [1, 2])
         virtual.cache.flush()
         written = recorder.ops_between(0, recorder.counts()[1])["is_write"].sum()
@@ -156,10 +143,7 @@ def test_what_was_computed_again_is_found_in_memory_next_time() -> None:
     for turn in range(4):
         if turn == 1:
             virtual = reopened(virtual, pace=Pace(token_ns=1000, byte_ns=100))  # a slow drive
-        driver = Driver(
-            virtual.cache, Steady(1000, 8), clock=virtual.main.now_ns, advance=virtual.advance,
-            make_rows=make_hollow_rows,
-        )  # fmt: skip
+        driver = virtual.driver(Steady(1000, 8))
         times = driver.turn(prompt, [1, 2])
         used = virtual.cache.usage()["dram"].used_bytes
         if turn == 1:
@@ -175,9 +159,7 @@ def test_a_step_of_several_rows_counts_once() -> None:
     layout = layout_of()
     virtual = virtual_cache(layout, Budgets(64 * MIB, 64 * MIB), None)
     model = Steady(1000, 8)
-    driver = Driver(
-        virtual.cache, model, clock=virtual.main.now_ns, advance=virtual.advance, make_rows=make_hollow_rows
-    )
+    driver = virtual.driver(model)
     sequences = [virtual.cache.open() for _ in range(4)]
     driver.step(sequences, [list(range(row * 100, row * 100 + 64)) for row in range(4)], 128)
     assert virtual.cache.pace.token_ns == pytest.approx(1000, rel=0.01)

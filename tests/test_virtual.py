@@ -165,13 +165,7 @@ def test_virtual_and_real_tiers_do_the_same_operations(
     budgets = Budgets(int(device * whole) // 64 * 64, int(dram * whole) + 4 * MIB, 8 * whole)
     virtual_recorder, real_recorder = Recorder(), Recorder()
     virtual = virtual_cache(layout, budgets, DRIVE, costs=HostCosts(1000, 20_000, 50_000), recorder=virtual_recorder)
-    driver = Driver(
-        virtual.cache,
-        Slow(),
-        clock=virtual.main.now_ns,
-        advance=virtual.advance,
-        make_rows=make_hollow_rows,
-    )
+    driver = virtual.driver(Slow())
     expected = run_turns(driver, virtual_recorder)
     virtual.cache.close()
 
@@ -208,13 +202,7 @@ def test_a_restart_keeps_what_was_stored_and_time_goes_on() -> None:
     prompt = list(range(500))
 
     def turn() -> TurnTimes:
-        driver = Driver(
-            virtual.cache,
-            Slow(),
-            clock=virtual.main.now_ns,
-            advance=virtual.advance,
-            make_rows=make_hollow_rows,
-        )
+        driver = virtual.driver(Slow())
         return driver.turn(prompt, [1])
 
     first = turn()
@@ -234,9 +222,7 @@ def test_work_of_the_mover_slows_a_model_that_shares_its_processor() -> None:
     def ttft(steal: float) -> int:
         costs = HostCosts(1000, 200_000, 200_000, 1e9, 1e9, 2000)
         virtual = virtual_cache(layout, Budgets(4 * MIB, 8 * MIB, 32 * MIB), DRIVE, costs=costs, steal=steal)
-        driver = Driver(
-            virtual.cache, Slow(), clock=virtual.main.now_ns, advance=virtual.advance, make_rows=make_hollow_rows
-        )
+        driver = virtual.driver(Slow())
         return driver.turn(list(range(900)), [1]).ttft_ns
 
     assert ttft(0.5) > ttft(0.0)

@@ -23,7 +23,7 @@ from kvtide.planner.replay import POLICIES, Case, replay
 from kvtide.planner.timed import Timed, run_real, run_virtual
 from kvtide.planner.virtual import Budgets
 from kvtide.report.replay import print_replay, replay_json
-from kvtide.units import parse_bytes
+from kvtide.units import parse_option_bytes
 from kvtide.workload import AUTO, FORMAT_NAMES, SYNTHETIC_NAMES, Workload, load_workload, make
 
 REPLAY_EXAMPLE = "Example: kvtide replay multi-turn --model llama-3-8b --dram 64GiB --disk 1TiB"
@@ -118,16 +118,9 @@ def _cases(values: dict[str, list[str]], sweeps: list[str]) -> list[Case]:
     for admission in values["admit"]:
         make_admission(admission, num_keys=1, bytes_per_day=1)
     return [
-        Case(_size("--dram", dram), _size("--disk", disk), policy.strip(), admission)
+        Case(parse_option_bytes("--dram", dram), parse_option_bytes("--disk", disk), policy.strip(), admission)
         for dram, disk, policy, admission in itertools.product(*(values[key] for key in SWEEP_KEYS))
     ]
-
-
-def _size(name: str, text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
 
 
 def _timed(
@@ -137,7 +130,11 @@ def _timed(
     """Run what was asked for through the production cache."""
     if real is None and not is_simulated:
         return []
-    budgets = Budgets(_size("--device-memory", device), _size("--dram", dram), _size("--disk", disk))
+    budgets = Budgets(
+        parse_option_bytes("--device-memory", device),
+        parse_option_bytes("--dram", dram),
+        parse_option_bytes("--disk", disk),
+    )
     compute = RooflineCompute(job, machine) if is_computed else None
     task = bar.add_task("timed replay", total=requests.num_requests)
     made = []

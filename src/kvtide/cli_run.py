@@ -28,7 +28,7 @@ from kvtide.spec.layout import BLOCK_TOKENS_MAX, GROUP_BLOCKS_MAX
 from kvtide.trace.extents import traced_file
 from kvtide.trace.file import About
 from kvtide.trace.record import Recorder
-from kvtide.units import format_bytes, parse_bytes, printable
+from kvtide.units import format_bytes, parse_option_bytes, printable
 
 if TYPE_CHECKING:
     from kvtide.integrations.transformers import KvStore, LoadedModel, StoreOptions
@@ -143,10 +143,7 @@ def _size(name: str, text: str | None) -> int | None:
     """
     if text is None:
         return None
-    try:
-        size = parse_bytes(text)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
+    size = parse_option_bytes(name, text)
     if not size and name != "--disk":
         raise ConfigError(f"{name} is 0, but this tier is always needed; leave {name} out for a default")
     return size

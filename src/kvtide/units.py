@@ -40,6 +40,17 @@ def parse_bytes(text: str | int) -> int:
     return numerator // denominator
 
 
+def parse_option_bytes(name: str, text: str) -> int:
+    """Bytes meant by the `text` of option `name`.
+
+    Raises: ConfigError that names the option.
+    """
+    try:
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
 def _no_size(got: object) -> ConfigError:
     shown = repr(got)
     shown = shown if len(shown) <= _DIGITS_MAX + 20 else f"{shown[: _DIGITS_MAX + 20]}..."

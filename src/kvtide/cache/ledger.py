@@ -92,12 +92,7 @@ class Ledger:
         """Let prefixes find the blocks of `unit` from `first_block` on."""
         num = int(self.num_blocks[unit])
         covered = np.minimum(np.arange(first_block + 1, num + 1) * self.layout.block_tokens, int(self.num_tokens[unit]))
-        keys = self.block_keys[unit, first_block:num]
-        self.index.add(keys, unit=unit, tokens=covered)
-        rivals = self.index.get(keys)[0]
-        is_below = (rivals != unit) & ~self.is_resident(rivals)
-        if is_below.any() and self.is_resident(np.array([unit]))[0]:  # computed again: no need to load the old one
-            self.index.prefer(keys[is_below], unit=unit)
+        self.index.add(self.block_keys[unit, first_block:num], unit=unit, tokens=covered)
 
     def set_blocks(self, unit: int, first_block: int, keys: KeyArray, parent: npt.NDArray[np.void]) -> None:
         """Note the keys of the blocks of `unit` from `first_block` on, and register them."""
@@ -108,6 +103,10 @@ class Ledger:
         if first_block == 0:
             self.parent[unit] = parent
         self.register(unit, first_block)
+        rivals = self.index.get(keys)[0]
+        is_below = (rivals != unit) & ~self.is_resident(rivals)
+        if is_below.any() and self.is_resident(np.array([unit]))[0]:  # computed again: no need to load the old one
+            self.index.prefer(keys[is_below], unit=unit)
 
     def records(self, units: Ids) -> GroupRecords:
         """Return the records under which `units` are stored now."""

@@ -18,7 +18,7 @@ from kvtide.cache import CacheOptions, CpuArena, TieredCache
 from kvtide.cache.mover import DEMAND, Mover
 from kvtide.io.drive import DeviceModel
 from kvtide.planner.driver import Driver, NoCompute
-from kvtide.planner.virtual import Budgets, HostCosts, VirtualMover, make_hollow_rows, virtual_cache
+from kvtide.planner.virtual import Budgets, HostCosts, VirtualMover, virtual_cache
 from kvtide.spec import Dtype, KVShape, LayerShape, SlotLayout
 from kvtide.tiers.memory import Arena
 
@@ -142,9 +142,7 @@ def _bookkeeping() -> tuple[float, float]:
         window_bytes = context * 4 * layout.shape.layers[0].token_bytes
         budgets = Budgets(2 * window_bytes, dram_bytes, 4 * num * layout.slot_bytes + (1 << 20))
         virtual = virtual_cache(layout, budgets, INSTANT, mover=_Watched)
-        driver = Driver(
-            virtual.cache, NoCompute(), clock=virtual.main.now_ns, advance=virtual.advance, make_rows=make_hollow_rows
-        )
+        driver = virtual.driver(NoCompute())
         watched = virtual.mover
         assert isinstance(watched, _Watched)
         watched.real_ns = []

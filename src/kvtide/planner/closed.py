@@ -19,7 +19,7 @@ from kvtide.planner.inputs import Job, Machine, check
 from kvtide.planner.placement import Placement, copies, place
 from kvtide.roofline import Roof
 from kvtide.sizing import Phase as Work
-from kvtide.sizing import size_report
+from kvtide.sizing import step_work
 from kvtide.spec import Access, Layout, fragments
 
 WRITE_BYTES_MAX = 1 << 20  # of one operation of the file tier
@@ -45,7 +45,6 @@ class PhasePlan:
     name: str
     total_ns: float
     uses: dict[str, Use]
-    num_tokens: int  # that come out: one a sequence and decode step
 
     @property
     def limit(self) -> str:
@@ -104,7 +103,7 @@ def plan(job: Job, machine: Machine) -> Plan:
     if job.is_disaggregated and machine.network is not None:
         total, sending = hand_over_ns(job, machine, placement.total_bytes, phases["prefill"].total_ns)
         use = Use(sending, placement.total_bytes, bound="network-bound")
-        phases["hand-over"] = PhasePlan("hand-over", total, {"network": use}, 0)
+        phases["hand-over"] = PhasePlan("hand-over", total, {"network": use})
     return Plan(job, machine, placement, phases, _notes(job, machine))
 
 
@@ -147,14 +146,14 @@ def overlap(uses: dict[str, Use], num_layers: int, *, is_overlapped: bool) -> fl
     return longest + (sum(times) - longest) / num_layers if is_overlapped else sum(times)
 
 
-def _phase(name: str, job: Job, uses: dict[str, Use], num_tokens: int) -> PhasePlan:
+def _phase(name: str, job: Job, uses: dict[str, Use]) -> PhasePlan:
     kept = {key: use for key, use in uses.items() if use.time_ns > 0}
     total = overlap(kept, job.shape().num_layers, is_overlapped=job.is_overlapped)
-    return PhasePlan(name, total, kept, num_tokens)
+    return PhasePlan(name, total, kept)
 
 
 def _prefill(job: Job, machine: Machine, placement: Placement) -> PhasePlan:
-    work = size_report(job.model, num_tokens=job.context, batch=job.batch, dtype=job.kv_dtype).prefill
+    work = step_work(job.model, job.shape(), num_new=job.context, num_old=0, batch=job.batch)
     slot = job.slot()
     uses = {
         "compute": compute_use(work, job, machine),
@@ -167,23 +166,23 @@ def _prefill(job: Job, machine: Machine, placement: Placement) -> PhasePlan:
         num_bytes = placement.kv_bytes["ssd"] * slot.slot_bytes / (slot.tokens_per_group * job.shape().bytes_per_token)
         num_ops = -(-int(num_bytes) // size)
         uses["ssd"] = drive_use(machine.ssd.write, num_bytes, num_ops, size, machine, together=num_ops)
-    return _phase("prefill", job, uses, job.batch)
+    return _phase("prefill", job, uses)
 
 
 def _restore(job: Job, machine: Machine, placement: Placement) -> PhasePlan:
     """Bring a whole context up again instead of computing it: one layer at a time, all of it."""
     uses = _reads(replace(job, select=1.0), machine, placement, job.context)
-    work = size_report(job.model, num_tokens=job.context, batch=job.batch, dtype=job.kv_dtype).decode
+    work = step_work(job.model, job.shape(), num_new=1, num_old=job.context, batch=job.batch)
     uses["compute"] = compute_use(work, job, machine)  # the prompt's last token still runs
-    return _phase("restore", job, uses, job.batch)
+    return _phase("restore", job, uses)
 
 
 def _decode(job: Job, machine: Machine, placement: Placement) -> PhasePlan:
     tokens = job.context + job.output // 2
-    work = size_report(job.model, num_tokens=tokens, batch=job.batch, dtype=job.kv_dtype).decode
+    work = step_work(job.model, job.shape(), num_new=1, num_old=tokens, batch=job.batch)
     uses = _reads(job, machine, placement, tokens)
     uses["compute"] = compute_use(work, job, machine, kv_share=job.select)
-    return _phase("decode", job, uses, job.batch)
+    return _phase("decode", job, uses)
 
 
 def hand_over_ns(job: Job, machine: Machine, kv_bytes: int, prefill_ns: float) -> tuple[float, float]:
@@ -200,7 +199,7 @@ def hand_over_ns(job: Job, machine: Machine, kv_bytes: int, prefill_ns: float) -
 def read_pattern(job: Job, num_tokens: int) -> tuple[int, int, int]:
     """Return how one decode step reads: ops in all, bytes of one, and how many are known at once (a layer's)."""
     shape, slot = job.shape(), job.slot()
-    num_ops = num_bytes = size = most = 0
+    num_ops = num_bytes = most = 0
     for index in range(shape.num_layers):  # all tokens, also where attention sees a window: they are kept as one
         blocks = max(1, round(-(-num_tokens // job.block_tokens) * job.select))
         found = fragments(
@@ -215,13 +214,11 @@ def read_pattern(job: Job, num_tokens: int) -> tuple[int, int, int]:
         )
         num_ops += job.batch * found.num_fragments
         num_bytes += job.batch * found.padded_bytes
-        size, most = max(size, found.fragment_bytes), max(most, job.batch * found.num_fragments)
+        most = max(most, job.batch * found.num_fragments)
     if job.fragment_bytes is not None:
         num_ops, most = -(-num_bytes // job.fragment_bytes), -(-num_bytes // job.fragment_bytes // shape.num_layers)
-        size = job.fragment_bytes
-    elif num_ops:
-        size = -(-num_bytes // num_ops)
-    return num_ops, size, most
+        return num_ops, job.fragment_bytes, most
+    return num_ops, -(-num_bytes // num_ops), most
 
 
 def _reads(job: Job, machine: Machine, placement: Placement, num_tokens: int) -> dict[str, Use]:

@@ -18,7 +18,7 @@ from kvtide.modelfiles import load_model
 from kvtide.planner.inputs import Job, Machine
 from kvtide.probe.file import load as load_probe
 from kvtide.spec import Dtype, Layout
-from kvtide.units import parse_bytes
+from kvtide.units import parse_option_bytes
 
 SWEEP_POINTS_MAX = 10_000
 
@@ -112,12 +112,7 @@ def _machine(options: PlanOptions, catalogue: Catalogue) -> Machine:
 
 
 def _size(name: str, text: str | None) -> int | None:
-    if text is None:
-        return None
-    try:
-        return parse_bytes(text)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
+    return None if text is None else parse_option_bytes(name, text)
 
 
 def _select(text: str) -> float:

@@ -14,10 +14,9 @@ import numpy as np
 from kvtide.errors import ConfigError, IoError
 from kvtide.planner.closed import hand_over_ns
 from kvtide.planner.compute import RooflineCompute
-from kvtide.planner.driver import Driver
 from kvtide.planner.inputs import Job, Machine
 from kvtide.planner.placement import place
-from kvtide.planner.virtual import Budgets, HostCosts, VirtualCache, make_hollow_rows, virtual_cache
+from kvtide.planner.virtual import Budgets, HostCosts, VirtualCache, virtual_cache
 from kvtide.units import format_bytes
 
 FRAGMENTS_MAX = 4_000_000  # of one step: some half a minute of computing
@@ -59,13 +58,7 @@ def simulate(job: Job, machine: Machine, *, on_progress: Callable[[int, int], No
 
 def _simulate(job: Job, machine: Machine, on_progress: Callable[[int, int], None] | None) -> Simulated:
     virtual = _open(job, machine)
-    driver = Driver(
-        virtual.cache,
-        RooflineCompute(job, machine),
-        clock=virtual.main.now_ns,
-        advance=virtual.advance,
-        make_rows=make_hollow_rows,
-    )
+    driver = virtual.driver(RooflineCompute(job, machine))
     made = Simulated(0.0, 0.0, 0.0, is_steady=False)
     sequences = []
     for row in range(job.batch):
@@ -103,6 +96,7 @@ def _simulate(job: Job, machine: Machine, on_progress: Callable[[int, int], None
 
 def _open(job: Job, machine: Machine) -> VirtualCache:
     slot, placement = job.slot(), place(job, machine)
+    num_groups = -(-(job.context + STEPS_MAX) // slot.tokens_per_group)  # of one sequence at the end
     num_fragments = job.batch * slot.num_layers * -(-job.context // slot.tokens_per_group)
     if num_fragments > FRAGMENTS_MAX:
         raise ConfigError(
@@ -110,9 +104,9 @@ def _open(job: Job, machine: Machine) -> VirtualCache:
             f"--batch, or a larger --group-blocks"
         )
     layer_bytes = job.batch * max(layer.token_bytes for layer in slot.shape.layers)
-    window_bytes = layer_bytes * (-(-(job.context + STEPS_MAX) // slot.tokens_per_group)) * slot.tokens_per_group
+    window_bytes = layer_bytes * num_groups * slot.tokens_per_group
     device_bytes = max(placement.room_bytes["device"], 2 * window_bytes)
-    kv_bytes = job.batch * -(-(job.context + STEPS_MAX) // slot.tokens_per_group) * slot.slot_bytes
+    kv_bytes = job.batch * num_groups * slot.slot_bytes
     disk_bytes = min(machine.disk_bytes, int(kv_bytes * SPARE_DISK) + (64 << 20))
     dram_bytes = min(machine.dram_bytes, int(kv_bytes * SPARE_DISK) + (1 << 30))
     if not dram_bytes:

@@ -19,7 +19,7 @@ from kvtide.cache.choice import Reuse
 from kvtide.errors import ConfigError
 from kvtide.planner.driver import Compute, Driver, NoCompute
 from kvtide.planner.inputs import Job, Machine
-from kvtide.planner.virtual import Budgets, HostCosts, make_hollow_rows, virtual_cache
+from kvtide.planner.virtual import FREE, Budgets, HostCosts, virtual_cache
 from kvtide.spec import Identity
 from kvtide.tiers.namespace import open_namespace
 from kvtide.trace.record import Recorder
@@ -64,15 +64,7 @@ def run_virtual(
         recorder=recorder,
         reuse=_reuse(compute),
     )
-    driver = Driver(
-        virtual.cache,
-        compute or NoCompute(),
-        clock=virtual.main.now_ns,
-        advance=virtual.advance,
-        make_rows=make_hollow_rows,
-        call_ns=costs.call_ns if costs else 0.0,
-        byte_ns=costs.put_ns if costs else 0.0,
-    )
+    driver = virtual.driver(compute or NoCompute(), costs or FREE)
     made = _drive(driver, workload, "simulated", on_progress)
     virtual.cache.close()
     return _counted(made, recorder)

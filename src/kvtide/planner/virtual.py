@@ -2,7 +2,7 @@
 
 Two timelines run side by side, as two threads do in production: the *main* one computes and waits, the *mover's* one
 runs jobs. Jobs are executed when the main line reaches the moment they would have begun, so every decision is taken by
-the production code in the order production would take it. Next: driver (what runs on it).
+the production code in the order production would take it. Next: simulate, timed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvtide.io.drive import DeviceModel, DeviceQueue
 from kvtide.io.hollow import HollowEngine
 from kvtide.io.ops import PAGE_BYTES
 from kvtide.io.sim import VirtualClock
+from kvtide.planner.driver import Compute, Driver
 from kvtide.spec import SlotLayout
 from kvtide.tiers.file import FileTier
 from kvtide.tiers.memory import HollowFramePool
@@ -169,14 +170,12 @@ class VirtualDevice:
     """Device memory without bytes: a copy to it takes time on the mover's line."""
 
     def __init__(self, num_bytes: int, mover: VirtualMover, copy_time_ns: Callable[[int], float]) -> None:
-        self.num_bytes, self.copied_bytes, self.num_copies = num_bytes, 0, 0
+        self.num_bytes = num_bytes
         self.copy_time_ns, self._mover = copy_time_ns, mover
 
     def write(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
         """Take the time of one copy."""
         del offset
-        self.copied_bytes += data.size
-        self.num_copies += 1
         self._mover.spend(self.copy_time_ns(data.size))
 
     def populate(self, start: int, num_bytes: int) -> None:
@@ -217,8 +216,8 @@ class Budgets:
 class VirtualCache:
     """A production cache on virtual tiers, and its two clocks' keeper.
 
-    `steal` is how much longer the main line computes for each ns that the mover's processor works beside it: one over
-    the number of cores where a model computes on all of them, 0 where it computes on a GPU.
+    `steal` is how much longer the main line computes for each ns that the mover's processor works beside it: 1 where
+    a model splits its work evenly over all cores, 0 where it computes on a GPU.
     """
 
     cache: TieredCache
@@ -234,6 +233,18 @@ class VirtualCache:
     def main(self) -> VirtualClock:
         """The clock of the line that computes and waits."""
         return self.mover.main
+
+    def driver(self, compute: Compute, costs: HostCosts = FREE) -> Driver:
+        """Return a driver of this cache; of `costs` it spends those of the computing thread."""
+        return Driver(
+            self.cache,
+            compute,
+            clock=self.main.now_ns,
+            advance=self.advance,
+            make_rows=make_hollow_rows,
+            call_ns=costs.call_ns,
+            byte_ns=costs.put_ns,
+        )
 
     def advance(self, time_ns: float) -> None:
         """Let the main line compute."""

@@ -24,7 +24,7 @@ from kvtide.planner.closed import (
 )
 from kvtide.planner.inputs import Job, Machine
 from kvtide.planner.placement import place
-from kvtide.sizing import size_report
+from kvtide.sizing import step_work
 from kvtide.spec import Layout
 
 GAIN_MIN = 1.005  # a change that gains less is not shown as one
@@ -129,7 +129,7 @@ def _load_ns(job: Job, machine: Machine, tier: str, num_tokens: int) -> float:
 
 
 def _compute_ns(job: Job, machine: Machine, num_tokens: int) -> float:
-    work = size_report(job.model, num_tokens=num_tokens, batch=1, dtype=job.kv_dtype).prefill
+    work = step_work(job.model, job.shape(), num_new=num_tokens, num_old=0, batch=1)
     return compute_use(work, job, machine).time_ns
 
 
