@@ -50,6 +50,9 @@ def test_json(kvtide, words, bytes_per_token, total_bytes):
     assert (found["bytes_per_token"], found["total_bytes"]) == (bytes_per_token, total_bytes)
     assert set(KEYS) <= set(found)
     assert found["fragments"]["layer_major"]["read_layer"]["fragment_bytes"] > 0
+    assert {"kv_apart", "head_major"} & set(found["fragments"]) == (
+        set() if "deepseek" in words else {"kv_apart", "head_major"}
+    )
 
 
 def test_tables_fit_a_terminal_and_name_the_numbers(kvtide):
@@ -58,7 +61,7 @@ def test_tables_fit_a_terminal_and_name_the_numbers(kvtide):
     assert max(len(line) for line in out.splitlines()) <= 80
     assert "\N{HORIZONTAL ELLIPSIS}" not in out
     for words in ("a token", "sliding windows", "on all ranks", "prefill", "decode step", "contiguous",
-                  "read_head_tokens", "131,072 positions"):  # fmt: skip
+                  "read_values", "kv_apart", "head_major", "read_head_tokens", "131,072 positions"):  # fmt: skip
         assert words in out
 
 

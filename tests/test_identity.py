@@ -38,6 +38,7 @@ CHANGES = {
     "tp_size": 8,
     "layers": IDENTITY.layers[:-1],
     "format_version": 2,
+    "split": "kv",
 }
 
 
@@ -61,6 +62,18 @@ def test_every_field_changes_the_digest():
     assert set(CHANGES) == {field.name for field in fields(Identity)}
     digests = {IDENTITY.digest()} | {replace(IDENTITY, **{name: value}).digest() for name, value in CHANGES.items()}
     assert len(digests) == 1 + len(CHANGES)
+
+
+def test_a_split_is_told_only_where_there_is_one():
+    """Stores made before there were splits keep their names, and open."""
+    assert "split" not in IDENTITY.describe()
+    for split in ("kv", "head"):
+        cut = replace(IDENTITY, split=split)
+        assert cut.describe() == IDENTITY.describe() | {"split": split}
+        found = Identity.from_json(json.dumps(cut.describe()))
+        assert found == cut
+        assert found.slot().parts_per_layer == {"kv": 2, "head": 4}[split]  # 16 heads among 4 ranks
+    assert IDENTITY.slot().parts_per_layer == 1
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-405b", "deepseek-v3", "gemma-3-27b", "opt-30b"])
@@ -92,7 +105,7 @@ BAD = [
     ("layout", "spiral"), ("block_tokens", 0), ("block_tokens", True), ("block_tokens", 1.5), ("group_blocks", 65),
     ("tp_size", 0), ("tp_rank", 4), ("layers", []), ("layers", [[1]]), ("layers", [1]), ("layers", "x"),
     ("layers", [[0, 0, 0, 1, 0]]), ("layers", [[1, 2, 2, 1, 0], [0, 2, 2, 1, 0]]), ("layers", [[0, "2", 2, 1, 0]]),
-    ("format_version", 0), ("revision", ["a"]),
+    ("format_version", 0), ("revision", ["a"]), ("split", "spiral"), ("split", None), ("split", ["kv"]),
 ]  # fmt: skip
 
 

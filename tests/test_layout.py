@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvtide.errors import ConfigError
 from kvtide.spec import (
     PAGE_BYTES,
     PRESET_NAMES,
+    SPLITS,
     Access,
     Dtype,
     KVShape,
     LayerShape,
     Layout,
     ModelSpec,
+    Piece,
     SlotLayout,
     auto_group_blocks,
     fragments,
     preset,
+    why_not_split,
 )
 
 LLAMA = KVShape.of(preset("llama-3-8b"), "bf16")
@@ -29,6 +32,13 @@ SHAPES = st.lists(
     min_size=1,
     max_size=9,
 ).map(lambda layers: KVShape(Dtype.INT8, tuple(layers), tuple(range(len(layers)))))
+HEADED = st.builds(
+    lambda heads, dims: KVShape(
+        Dtype.INT8, tuple(LayerShape(heads * k, heads * v, heads) for k, v in dims), tuple(range(len(dims)))
+    ),
+    st.integers(1, 9),
+    st.lists(st.tuples(st.integers(1, 600), st.integers(1, 600)), min_size=1, max_size=4),
+)
 
 
 def test_the_worked_case():
@@ -84,20 +94,97 @@ def test_slot_of_deepseek_pads_to_pages():
     assert slot.slot_bytes == 4096 + 61 * 20480
 
 
-@given(shape=SHAPES, block_tokens=st.integers(1, 64), group_blocks=st.integers(1, 64))
-def test_slots_are_sound(shape, block_tokens, group_blocks):
-    slot = SlotLayout(shape, block_tokens, group_blocks)
+def test_slots_of_smollm2_by_split():
+    shape = KVShape.of(preset("smollm2-135m"), "fp16")  # 30 layers, 3 KV heads of 64
+    none, apart, heads = (SlotLayout(shape, 16, 1, split) for split in SPLITS)
+    assert [slot.parts_per_layer for slot in (none, apart, heads)] == [1, 2, 3]
+    assert [slot.num_fragments for slot in (none, apart, heads)] == [30, 60, 90]
+    assert {slot.num_layers for slot in (none, apart, heads)} == {30}
+    assert set(none.fragment_bytes) == set(none.fragment_padded_bytes) == {12288}
+    assert set(apart.fragment_bytes) == {6144}
+    assert set(apart.fragment_padded_bytes) == {8192}
+    assert set(heads.fragment_bytes) == set(heads.fragment_padded_bytes) == {4096}
+    assert [slot.layer_padded_bytes(7) for slot in (none, apart, heads)] == [12288, 16384, 12288]
+    assert apart.fragment_offset[:3] == (4096, 4096 + 8192, 4096 + 16384)
+    assert heads.fragment_offset[:4] == (4096, 8192, 12288, 16384)
+    assert [list(slot.layer_fragments(2)) for slot in (none, apart, heads)] == [[2], [4, 5], [6, 7, 8]]
+    assert {slot.k_bytes for slot in (none, apart, heads)} == {(6144,) * 30}
+    assert none.pieces[5] == (Piece(0, 0, 384, 0, is_value=False), Piece(0, 6144, 384, 0, is_value=True))
+    assert apart.pieces[5] == (Piece(0, 0, 384, 0, is_value=False), Piece(1, 0, 384, 0, is_value=True))
+    assert heads.pieces[5] == (
+        Piece(0, 0, 128, 0, is_value=False), Piece(0, 2048, 128, 0, is_value=True),
+        Piece(1, 0, 128, 128, is_value=False), Piece(1, 2048, 128, 128, is_value=True),
+        Piece(2, 0, 128, 256, is_value=False), Piece(2, 2048, 128, 256, is_value=True),
+    )  # fmt: skip
+
+
+def test_the_header_has_room_for_a_checksum_of_every_fragment():
+    shape = KVShape.of(preset("opt-30b"), "fp16")  # 48 layers of 56 heads
+    assert [SlotLayout(shape, 16, 1, split).header_bytes for split in SPLITS] == [4096, 4096, 24576]
+
+
+def test_layers_that_cannot_be_split_are_refused():
+    uneven = KVShape(Dtype.INT8, (LayerShape(8, 8, 2), LayerShape(12, 12, 3)), (0, 1))
+    odd = KVShape(Dtype.INT8, (LayerShape(9, 8, 2),), (0,))
+    for shape, split, says in (
+        (DEEPSEEK, "kv", "MLA"),
+        (DEEPSEEK, "head", "MLA"),
+        (uneven, "head", r"\[2, 3\]"),
+        (odd, "head", "evenly"),
+        (LLAMA, "layer", "none, kv, head"),
+        (LLAMA, ["kv"], "none, kv, head"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            SlotLayout(shape, 16, 4, split)
+    assert SlotLayout(uneven, 16, 4, "kv").num_fragments == SlotLayout(odd, 16, 4, "kv").num_fragments * 2 == 4
+
+
+@given(
+    shape=SHAPES | HEADED,
+    block_tokens=st.integers(1, 64),
+    group_blocks=st.integers(1, 64),
+    split=st.sampled_from(SPLITS),
+)
+def test_slots_are_sound(shape, block_tokens, group_blocks, split):
+    if why_not_split(shape, split):
+        with pytest.raises(ConfigError):
+            SlotLayout(shape, block_tokens, group_blocks, split)
+        return
+    slot = SlotLayout(shape, block_tokens, group_blocks, split)
     assert slot.header_bytes % PAGE_BYTES == 0
-    assert slot.header_bytes >= 256 + 36 * group_blocks + 8 * shape.num_layers
+    assert slot.header_bytes >= 256 + 36 * group_blocks + 8 * slot.num_fragments
     end = slot.header_bytes
-    for index, layer in enumerate(shape.layers):
+    for index in range(slot.num_fragments):
         assert slot.fragment_offset[index] == end
         assert end % PAGE_BYTES == 0
-        assert slot.k_bytes[index] == slot.tokens_per_group * layer.k_bytes <= slot.fragment_bytes[index]
-        assert slot.fragment_bytes[index] == slot.tokens_per_group * layer.token_bytes
         assert 0 <= slot.fragment_padded_bytes[index] - slot.fragment_bytes[index] < PAGE_BYTES
         end += slot.fragment_padded_bytes[index]
     assert slot.slot_bytes == end
+    for index, layer in enumerate(shape.layers):
+        parts = slot.layer_fragments(index)
+        assert len(parts) == slot.parts_per_layer
+        assert slot.k_bytes[index] == slot.tokens_per_group * layer.k_bytes
+        assert sum(slot.fragment_bytes[part] for part in parts) == slot.tokens_per_group * layer.token_bytes
+        assert slot.layer_padded_bytes(index) == sum(slot.fragment_padded_bytes[part] for part in parts)
+        for part, number in enumerate(parts):
+            held = [
+                (one.start, slot.tokens_per_group * one.row_bytes) for one in slot.pieces[index] if one.part == part
+            ]
+            assert tiled(held) == slot.fragment_bytes[number]
+        for is_value, size in ((False, layer.k_bytes), (True, layer.v_bytes)):
+            assert (
+                tiled([(one.column, one.row_bytes) for one in slot.pieces[index] if one.is_value == is_value]) == size
+            )
+
+
+def tiled(extents: list[tuple[int, int]]) -> int:
+    """Where `extents` (start, length) end, which begin at 0 and follow each other without gap."""
+    end = 0
+    for start, length in sorted(extents):
+        assert start == end
+        assert length > 0
+        end += length
+    return end
 
 
 @pytest.mark.parametrize(
@@ -123,23 +210,43 @@ LLAMA_RUNS = {
     (Layout.BLOCK_FIRST, Access.READ_PREFIX): (2 << 20, 256, 512 << 20),
     (Layout.BLOCK_FIRST, Access.READ_LAYER): (64 << 10, 256, 16 << 20),
     (Layout.BLOCK_FIRST, Access.READ_BLOCKS): (64 << 10, 10, 640 << 10),
+    (Layout.BLOCK_FIRST, Access.READ_VALUES): (32 << 10, 10, 320 << 10),
     (Layout.BLOCK_FIRST, Access.READ_HEAD_TOKENS): (256, 20, 20 * 4096),
     (Layout.LAYER_MAJOR, Access.WRITE_PREFIX): (8 << 20, 64, (512 << 20) + 64 * 4096),
     (Layout.LAYER_MAJOR, Access.READ_PREFIX): (8 << 20, 64, 512 << 20),
     (Layout.LAYER_MAJOR, Access.READ_LAYER): (256 << 10, 64, 16 << 20),
     (Layout.LAYER_MAJOR, Access.READ_BLOCKS): (32 << 10, 20, 640 << 10),
+    (Layout.LAYER_MAJOR, Access.READ_VALUES): (32 << 10, 10, 320 << 10),
     (Layout.LAYER_MAJOR, Access.READ_HEAD_TOKENS): (256, 20, 20 * 4096),
+    (Layout.KV_APART, Access.WRITE_PREFIX): (8 << 20, 64, (512 << 20) + 64 * 4096),
+    (Layout.KV_APART, Access.READ_PREFIX): (8 << 20, 64, 512 << 20),
+    (Layout.KV_APART, Access.READ_LAYER): (256 << 10, 64, 16 << 20),
+    (Layout.KV_APART, Access.READ_BLOCKS): (32 << 10, 20, 640 << 10),
+    (Layout.KV_APART, Access.READ_VALUES): (32 << 10, 10, 320 << 10),
+    (Layout.KV_APART, Access.READ_HEAD_TOKENS): (256, 20, 20 * 4096),
+    (Layout.HEAD_MAJOR, Access.WRITE_PREFIX): (8 << 20, 64, (512 << 20) + 64 * 4096),
+    (Layout.HEAD_MAJOR, Access.READ_PREFIX): (8 << 20, 64, 512 << 20),
+    (Layout.HEAD_MAJOR, Access.READ_LAYER): (256 << 10, 64, 16 << 20),
+    (Layout.HEAD_MAJOR, Access.READ_BLOCKS): (4 << 10, 160, 640 << 10),
+    (Layout.HEAD_MAJOR, Access.READ_VALUES): (4 << 10, 80, 320 << 10),
+    (Layout.HEAD_MAJOR, Access.READ_HEAD_TOKENS): (256, 20, 20 * 4096),
     (Layout.TOKEN_FIRST, Access.WRITE_PREFIX): (512 << 20, 1, 512 << 20),
     (Layout.TOKEN_FIRST, Access.READ_PREFIX): (512 << 20, 1, 512 << 20),
     (Layout.TOKEN_FIRST, Access.READ_LAYER): (4 << 10, 4096, 16 << 20),
     (Layout.TOKEN_FIRST, Access.READ_BLOCKS): (4 << 10, 160, 640 << 10),
+    (Layout.TOKEN_FIRST, Access.READ_VALUES): (2 << 10, 160, 320 << 10),
     (Layout.TOKEN_FIRST, Access.READ_HEAD_TOKENS): (256, 20, 5120),
     (Layout.LAYER_FIRST, Access.WRITE_PREFIX): (32 << 10, 16384, 512 << 20),
     (Layout.LAYER_FIRST, Access.READ_PREFIX): (32 << 10, 16384, 512 << 20),
     (Layout.LAYER_FIRST, Access.READ_LAYER): (32 << 10, 512, 16 << 20),
     (Layout.LAYER_FIRST, Access.READ_BLOCKS): (32 << 10, 20, 640 << 10),
+    (Layout.LAYER_FIRST, Access.READ_VALUES): (32 << 10, 10, 320 << 10),
     (Layout.LAYER_FIRST, Access.READ_HEAD_TOKENS): (256, 20, 5120),
 }
+
+
+def test_all_runs_of_llama_are_pinned():
+    assert set(LLAMA_RUNS) == {(layout, access) for layout in Layout for access in Access}
 
 
 @pytest.mark.parametrize(("layout", "access"), LLAMA_RUNS, ids=lambda value: value.value)
@@ -162,13 +269,31 @@ def test_mla_has_one_part_and_pays_for_pages():
     assert found.amplification == pytest.approx(40960 / 36864)
 
 
+def test_values_of_mla_are_its_rows():
+    for layout in (Layout.BLOCK_FIRST, Layout.LAYER_MAJOR, Layout.TOKEN_FIRST, Layout.LAYER_FIRST):
+        found = [
+            fragments(DEEPSEEK, layout, access, num_tokens=64, block_tokens=16, group_blocks=4, k=2)
+            for access in (Access.READ_BLOCKS, Access.READ_VALUES)
+        ]
+        assert found[0] == found[1]
+
+
+def test_values_apart_begin_on_a_page():
+    shape = KVShape.of(preset("smollm2-135m"), "fp16")
+    asked = {"num_tokens": 64, "block_tokens": 8, "k": 2}  # K and V of a block: 3,072 bytes each
+    behind = fragments(shape, Layout.BLOCK_FIRST, Access.READ_VALUES, **asked)
+    apart = fragments(shape, Layout.KV_APART, Access.READ_VALUES, **asked)
+    assert (behind.num_fragments, behind.wanted_bytes, behind.padded_bytes) == (2, 6144, 2 * 2 * 4096)
+    assert (apart.num_fragments, apart.wanted_bytes, apart.padded_bytes) == (2, 6144, 2 * 4096)
+
+
 def test_a_partial_tail_moves_whole_places():
     found = fragments(LLAMA, Layout.LAYER_MAJOR, Access.READ_LAYER, num_tokens=65, block_tokens=16, group_blocks=4)
     assert (found.num_fragments, found.wanted_bytes, found.padded_bytes) == (2, 65 * 4096, 2 * 262144)
 
 
 @given(
-    shape=SHAPES,
+    shape=SHAPES | HEADED,
     layout=st.sampled_from(Layout),
     access=st.sampled_from(Access),
     num_tokens=st.integers(1, 500),
@@ -176,6 +301,7 @@ def test_a_partial_tail_moves_whole_places():
     group_blocks=st.integers(1, 8),
 )
 def test_runs_are_sound(shape, layout, access, num_tokens, block_tokens, group_blocks):
+    assume(not why_not_split(shape, layout.split))
     found = fragments(
         shape, layout, access, num_tokens=num_tokens, block_tokens=block_tokens, group_blocks=group_blocks
     )
@@ -185,7 +311,7 @@ def test_runs_are_sound(shape, layout, access, num_tokens, block_tokens, group_b
     assert found.amplification >= 1
     if access in {Access.WRITE_PREFIX, Access.READ_PREFIX}:
         assert found.wanted_bytes == num_tokens * shape.bytes_per_token
-    if layout in {Layout.BLOCK_FIRST, Layout.LAYER_MAJOR}:
+    if layout.is_paged:
         assert found.padded_bytes % PAGE_BYTES == 0
 
 

@@ -121,6 +121,12 @@ def test_every_layout_and_access_has_a_row():
     assert (one_percent.k, one_percent.found.fragment_bytes, one_percent.found.num_fragments) == (20, 32 << 10, 40)
 
 
+def test_mla_has_no_rows_of_layouts_that_split_layers():
+    rows = size_report(preset("deepseek-v3"), num_tokens=4096).fragments
+    layouts = [layout for layout in Layout if layout not in {Layout.KV_APART, Layout.HEAD_MAJOR}]
+    assert [(row.layout, row.access) for row in rows] == [(layout, access) for layout in layouts for access in Access]
+
+
 @pytest.mark.parametrize(
     "change",
     [{"num_tokens": 0}, {"num_tokens": -5}, {"num_tokens": 1 << 40}, {"batch": 0}, {"batch": 1 << 30}, {"tp_size": 3},

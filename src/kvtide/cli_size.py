@@ -199,7 +199,7 @@ def _allocators(report: SizeReport) -> Table:
 
 def _fragments(report: SizeReport) -> Table:
     title = (
-        f"Contiguous runs of one sequence; layer_major groups {report.group_blocks} blocks\n"
+        f"Contiguous runs of one sequence; groups of {report.group_blocks} blocks, in block_first 1\n"
         "k: scattered blocks or tokens that are read; moved: bytes for a byte wanted"
     )
     table = _table(title, "layout", "access", "k", "run", "runs", "wanted", "moved", left=2)

@@ -22,7 +22,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtide.spec import Access, Dtype, Fragments, KVShape, LayerKV, Layout, ModelSpec, auto_group_blocks, fragments
+from kvtide.spec import (
+    Access,
+    Dtype,
+    Fragments,
+    KVShape,
+    LayerKV,
+    Layout,
+    ModelSpec,
+    auto_group_blocks,
+    fragments,
+    why_not_split,
+)
 from kvtide.spec.geometry import POSITIONS_MAX, whole_number
 
 LARGE_IO_BYTES = 128 << 10  # from here on an access counts as large; also the knee assumed without a measured drive
@@ -213,13 +224,15 @@ def _weight_bytes(model: ModelSpec, num_tokens: int) -> int:
 
 
 def _fragment_rows(shape: KVShape, num_tokens: int, block_tokens: int, group_blocks: int) -> tuple[FragmentRow, ...]:
+    """Rows of every layout that the layers can have: MLA's are not split."""
     num_blocks = -(-num_tokens // block_tokens)
     k_of_access = {
         Access.READ_BLOCKS: max(1, num_blocks // _SELECTED_PART),
+        Access.READ_VALUES: max(1, num_blocks // _SELECTED_PART),
         Access.READ_HEAD_TOKENS: max(1, num_tokens // _SELECTED_PART),
     }
     rows = []
-    for layout in Layout:
+    for layout in (one for one in Layout if not why_not_split(shape, one.split)):
         for access in Access:
             found = fragments(
                 shape,

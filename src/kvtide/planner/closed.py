@@ -20,7 +20,7 @@ from kvtide.planner.placement import Placement, copies, place
 from kvtide.roofline import Roof
 from kvtide.sizing import Phase as Work
 from kvtide.sizing import step_work
-from kvtide.spec import Access, Layout, fragments
+from kvtide.spec import Access, fragments
 
 WRITE_BYTES_MAX = 1 << 20  # of one operation of the file tier
 BOUNDS = {"latency": "depth-starved", "iops": "iops-bound", "bandwidth": "bandwidth-bound", "host": "host-bound"}
@@ -252,7 +252,7 @@ def _notes(job: Job, machine: Machine) -> list[str]:
     notes = []
     if job.context + job.output > job.model.max_positions:
         notes.append(f"{job.model.name} has {job.model.max_positions} positions: such a context needs RoPE scaling.")
-    if job.layout not in {Layout.BLOCK_FIRST, Layout.LAYER_MAJOR}:
+    if not job.layout.is_paged:
         notes.append(f"Layout {job.layout.value} is that of memory; kvtide's file tier stores layer_major.")
     if job.is_disaggregated and machine.network is None:
         notes.append("No network is given, so the hand-over is not planned; type --network rdma-400g.")

@@ -121,10 +121,14 @@ class Job:
         return KVShape.of(self.model, self.kv_dtype, tp_size)
 
     def slot(self) -> SlotLayout:
-        """The slot of the file tier, for all ranks together."""
+        """The slot of the file tier, for all ranks together.
+
+        Raises: ConfigError if the model's layers cannot be cut as the layout says.
+        """
         shape = self.shape()
         group = 1 if self.layout is Layout.BLOCK_FIRST else self.group_blocks
-        return SlotLayout(shape, self.block_tokens, group or auto_group_blocks(shape, self.block_tokens, KNEE_BYTES))
+        group = group or auto_group_blocks(shape, self.block_tokens, KNEE_BYTES)
+        return SlotLayout(shape, self.block_tokens, group, self.layout.split)
 
 
 def check(job: Job, machine: Machine) -> None:

@@ -4,7 +4,18 @@ from kvtide.spec.anatomy import Mla
 from kvtide.spec.fragments import Access, Fragments, Layout, fragments
 from kvtide.spec.geometry import Dtype, LayerKV
 from kvtide.spec.identity import FORMAT_VERSION, Identity
-from kvtide.spec.layout import PAGE_BYTES, KVShape, LayerShape, SlotLayout, auto_group_blocks, page_up
+from kvtide.spec.layout import (
+    PAGE_BYTES,
+    SPLITS,
+    KVShape,
+    LayerShape,
+    Piece,
+    SlotLayout,
+    Split,
+    auto_group_blocks,
+    page_up,
+    why_not_split,
+)
 from kvtide.spec.model import ModelSpec
 from kvtide.spec.presets import PRESET_NAMES, preset
 
@@ -12,6 +23,7 @@ __all__ = [
     "FORMAT_VERSION",
     "PAGE_BYTES",
     "PRESET_NAMES",
+    "SPLITS",
     "Access",
     "Dtype",
     "Fragments",
@@ -22,9 +34,12 @@ __all__ = [
     "Layout",
     "Mla",
     "ModelSpec",
+    "Piece",
     "SlotLayout",
+    "Split",
     "auto_group_blocks",
     "fragments",
     "page_up",
     "preset",
+    "why_not_split",
 ]

@@ -4,11 +4,14 @@
 
     BLOCK_FIRST   [B][L, each on a page][K,V][T, H, D]               a block lies together
     LAYER_MAJOR   [B/g][header][L, each on a page][K,V][g*T, H, D]   one layer of a group lies together: our slot
+    KV_APART      [B/g][header][L][K,V, each on a page][g*T, H, D]   values can be read alone: our slot, split kv
+    HEAD_MAJOR    [B/g][header][L][H, each on a page][K,V][g*T, D]   a head can be read alone: our slot, split head
     TOKEN_FIRST   [T][L][K,V][H, D]                                  a token lies together; a sequence is a log
     LAYER_FIRST   [L][K,V][B][T, H, D]                               tensors of a layer; blocks are no neighbours
 
-The first two are media with 4 KiB pages and places of fixed size: a run starts on a page and whole pages move, also
-for the tail of a sequence that does not fill its place. The last two are memory: only wanted bytes move.
+The first four are media with 4 KiB pages and places of fixed size: a run starts on a page and whole pages move, also
+for the tail of a sequence that does not fill its place. Padding does not end a run. The last two are memory: only
+wanted bytes move.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from enum import Enum
 
 from kvtide.errors import ConfigError
 from kvtide.spec.geometry import POSITIONS_MAX, shown, whole_number
-from kvtide.spec.layout import BLOCK_TOKENS_MAX, PAGE_BYTES, KVShape, LayerShape, SlotLayout, page_up
+from kvtide.spec.layout import BLOCK_TOKENS_MAX, PAGE_BYTES, KVShape, LayerShape, Piece, SlotLayout, Split, page_up
 
 
 class Layout(Enum):
@@ -26,17 +29,30 @@ class Layout(Enum):
 
     BLOCK_FIRST = "block_first"
     LAYER_MAJOR = "layer_major"
+    KV_APART = "kv_apart"
+    HEAD_MAJOR = "head_major"
     TOKEN_FIRST = "token_first"  # noqa: S105
     LAYER_FIRST = "layer_first"
 
+    @property
+    def is_paged(self) -> bool:
+        """Whether it is that of a medium with pages, which the file tier can have; the others are of memory."""
+        return self not in {Layout.TOKEN_FIRST, Layout.LAYER_FIRST}
+
+    @property
+    def split(self) -> Split:
+        """How a slot of this layout cuts a layer."""
+        return "kv" if self is Layout.KV_APART else "head" if self is Layout.HEAD_MAJOR else "none"
+
 
 class Access(Enum):
-    """What is wanted at once."""
+    """What is wanted at once. Values of MLA lie in the rows of its keys."""
 
     WRITE_PREFIX = "write_prefix"
     READ_PREFIX = "read_prefix"
     READ_LAYER = "read_layer"
     READ_BLOCKS = "read_blocks"
+    READ_VALUES = "read_values"
     READ_HEAD_TOKENS = "read_head_tokens"
 
 
@@ -70,25 +86,25 @@ def fragments(
 
     `layer` (an index into `shape.layers`) and `k` say which layer and how many scattered blocks or tokens are read,
     where the access reads one layer. Scattered means: no two of them are neighbours, and a row of one head does not
-    cross a page. `group_blocks` matters to LAYER_MAJOR only.
+    cross a page. `group_blocks` matters to LAYER_MAJOR, KV_APART and HEAD_MAJOR only.
 
-    Raises: ConfigError if a number is out of range, or `k` is more than there is.
+    Raises: ConfigError if a number is out of range, `k` is more than there is, or the layers cannot be cut so.
     """
     whole_number("num_tokens", num_tokens, least=1, most=POSITIONS_MAX)
     whole_number("block_tokens", block_tokens, least=1, most=BLOCK_TOKENS_MAX)
     whole_number("layer", layer, least=0, most=shape.num_layers - 1)
     num_blocks = -(-num_tokens // block_tokens)
-    if access is Access.READ_BLOCKS:
+    if access in {Access.READ_BLOCKS, Access.READ_VALUES}:
         whole_number("k", k, least=1, most=num_blocks)
     elif access is Access.READ_HEAD_TOKENS:
         whole_number("k", k, least=1, most=num_tokens)
-    one = shape.layers[layer]
+    if layout.is_paged:
+        is_block = layout is Layout.BLOCK_FIRST
+        slot = SlotLayout(shape, block_tokens, 1 if is_block else group_blocks, layout.split)
+        if access is not Access.READ_HEAD_TOKENS:
+            return _in_slots(slot, access, num_tokens, k, layer, header=not is_block)
     if access is Access.READ_HEAD_TOKENS:
-        return _rows(layout, one, k)
-    if layout is Layout.BLOCK_FIRST:
-        return _in_slots(SlotLayout(shape, block_tokens, 1), access, num_tokens, k, layer, header=False)
-    if layout is Layout.LAYER_MAJOR:
-        return _in_slots(SlotLayout(shape, block_tokens, group_blocks), access, num_tokens, k, layer, header=True)
+        return _rows(layout, shape.layers[layer], k)
     if layout is Layout.TOKEN_FIRST:
         return _in_log(shape, access, num_tokens, block_tokens, k, layer)
     if layout is Layout.LAYER_FIRST:
@@ -103,12 +119,11 @@ def _rows(layout: Layout, layer: LayerShape, k: int) -> Fragments:
         rows = [key_row + value_row]
     else:
         rows = [row for row in (key_row, value_row) if row]
-    paged = layout in {Layout.BLOCK_FIRST, Layout.LAYER_MAJOR}
     return Fragments(
         fragment_bytes=max(rows),
         num_fragments=k * len(rows),
         wanted_bytes=k * sum(rows),
-        padded_bytes=k * sum(page_up(row) if paged else row for row in rows),
+        padded_bytes=k * sum(page_up(row) if layout.is_paged else row for row in rows),
     )
 
 
@@ -129,26 +144,32 @@ def _in_slots(slot: SlotLayout, access: Access, num_tokens: int, k: int, layer: 
             fragment_bytes=min(num_tokens, slot.tokens_per_group) * one.token_bytes,
             num_fragments=num_slots,
             wanted_bytes=num_tokens * one.token_bytes,
-            padded_bytes=num_slots * slot.fragment_padded_bytes[layer],
+            padded_bytes=num_slots * slot.layer_padded_bytes(layer),
         )
-    parts = [one.token_bytes] if slot.group_blocks == 1 else [part for part in (one.k_bytes, one.v_bytes) if part]
+    tokens, num_wanted = min(slot.block_tokens, num_tokens), min(k * slot.block_tokens, num_tokens)
+    if access is Access.READ_BLOCKS and slot.group_blocks == 1:  # all of the layer, in one run
+        return Fragments(
+            fragment_bytes=tokens * one.token_bytes,
+            num_fragments=k,
+            wanted_bytes=num_wanted * one.token_bytes,
+            padded_bytes=k * slot.layer_padded_bytes(layer),
+        )
+    pieces = slot.pieces[layer]
+    if access is Access.READ_VALUES and one.v_bytes:
+        pieces = tuple(piece for piece in pieces if piece.is_value)
     return Fragments(
-        fragment_bytes=min(slot.block_tokens, num_tokens) * max(parts),
-        num_fragments=k * len(parts),
-        wanted_bytes=min(k * slot.block_tokens, num_tokens) * one.token_bytes,
-        padded_bytes=k * _block_pages(slot, layer) * PAGE_BYTES,
+        fragment_bytes=tokens * max(piece.row_bytes for piece in pieces),
+        num_fragments=k * len(pieces),
+        wanted_bytes=num_wanted * sum(piece.row_bytes for piece in pieces),
+        padded_bytes=k * _block_pages(slot, pieces) * PAGE_BYTES,
     )
 
 
-def _block_pages(slot: SlotLayout, layer: int) -> int:
-    """Pages that move for one block of one layer, at the place in its group that touches most of them."""
-    one = slot.shape.layers[layer]
-    if slot.group_blocks == 1:
-        return slot.fragment_padded_bytes[layer] // PAGE_BYTES
-    base_of_part = ((0, slot.block_tokens * one.k_bytes), (slot.k_bytes[layer], slot.block_tokens * one.v_bytes))
+def _block_pages(slot: SlotLayout, pieces: tuple[Piece, ...]) -> int:
+    """Pages that move for `pieces` of one block, at the place in its group that touches most of them."""
+    sizes = [(piece.start, slot.block_tokens * piece.row_bytes) for piece in pieces]
     return max(
-        sum(_pages_touched(base + place * size, size) for base, size in base_of_part if size)
-        for place in range(slot.group_blocks)
+        sum(_pages_touched(start + place * size, size) for start, size in sizes) for place in range(slot.group_blocks)
     )
 
 
@@ -160,9 +181,11 @@ def _in_log(shape: KVShape, access: Access, num_tokens: int, block_tokens: int, 
     if access in {Access.WRITE_PREFIX, Access.READ_PREFIX}:
         total = num_tokens * shape.bytes_per_token
         return Fragments(total, 1, total, total)
-    one = shape.layers[layer].token_bytes
+    whole = shape.layers[layer]
+    is_apart = access is Access.READ_VALUES and whole.v_bytes > 0  # keys lie between the values of two tokens
+    one = whole.v_bytes if is_apart else whole.token_bytes
     tokens = num_tokens if access is Access.READ_LAYER else min(k * block_tokens, num_tokens)
-    if shape.num_layers > 1:
+    if shape.num_layers > 1 or is_apart:
         run_tokens = 1
     else:  # nothing lies between one token and the next
         run_tokens = num_tokens if access is Access.READ_LAYER else min(block_tokens, num_tokens)
@@ -173,7 +196,9 @@ def _in_tensors(shape: KVShape, access: Access, num_tokens: int, block_tokens: i
     whole = access in {Access.WRITE_PREFIX, Access.READ_PREFIX}
     layers = shape.layers if whole else shape.layers[layer : layer + 1]
     parts = [part for one in layers for part in (one.k_bytes, one.v_bytes) if part]
-    if access is Access.READ_BLOCKS:
+    if access is Access.READ_VALUES:
+        parts = parts[-1:]  # MLA has but one
+    if access in {Access.READ_BLOCKS, Access.READ_VALUES}:
         blocks, tokens = k, min(k * block_tokens, num_tokens)
     else:
         blocks, tokens = -(-num_tokens // block_tokens), num_tokens

@@ -3,7 +3,8 @@
 The digest names a store's directory, and `describe` is what its identity.json says. Next: blocks.
 
 *Theory.* digest = SHA-256 of the JSON of `describe()` with sorted keys, no spaces, ASCII only. Lists and tuples are
-the same there; floats are written in the shortest form that reads back equal.
+the same there; floats are written in the shortest form that reads back equal. `split` is told only where layers are
+cut: stores made before there were splits keep their names.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from kvtide.spec.anatomy import LAYERS_MAX
 from kvtide.spec.fields import TEXT_MAX, Frozen, freeze
 from kvtide.spec.fragments import Layout
 from kvtide.spec.geometry import Dtype, shown, whole_number
-from kvtide.spec.layout import BLOCK_TOKENS_MAX, GROUP_BLOCKS_MAX, TP_MAX, KVShape, LayerShape
+from kvtide.spec.layout import (
+    BLOCK_TOKENS_MAX,
+    GROUP_BLOCKS_MAX,
+    SPLITS,
+    TP_MAX,
+    KVShape,
+    LayerShape,
+    SlotLayout,
+    Split,
+)
 from kvtide.spec.model import ModelSpec, RopeParameters
 
 FORMAT_VERSION = 1
@@ -52,6 +62,7 @@ class Identity:
     tp_size: int
     layers: tuple[tuple[int, int, int, int, int], ...]
     format_version: int = FORMAT_VERSION
+    split: Split = "none"
 
     def __post_init__(self) -> None:
         _text("model", self.model, least=1)
@@ -65,6 +76,8 @@ class Identity:
         whole_number("tp_size", self.tp_size, least=1, most=TP_MAX)
         whole_number("tp_rank", self.tp_rank, least=0, most=self.tp_size - 1)
         whole_number("format_version", self.format_version, least=1, most=1 << 16)
+        if self.split not in SPLITS:
+            raise ConfigError(f"split is {shown(self.split)}; known are {', '.join(SPLITS)}")
         _check_layers(self.layers)
 
     @classmethod
@@ -80,6 +93,7 @@ class Identity:
         revision: str = "",
         adapter: str = "",
         layout: Layout = Layout.LAYER_MAJOR,
+        split: Split = "none",
     ) -> Identity:
         """Identity of the KV that `model` writes on the rank of `shape`."""
         return cls(
@@ -99,6 +113,7 @@ class Identity:
                 (index, one.k_bytes, one.v_bytes, one.num_heads, one.window_tokens or 0)
                 for index, one in zip(shape.layer_index, shape.layers, strict=True)
             ),
+            split=split,
         )
 
     def digest(self) -> bytes:
@@ -108,7 +123,7 @@ class Identity:
 
     def describe(self) -> dict[str, Json]:
         """All fields as JSON values, for a person to read and for `from_json` to take back."""
-        return {
+        told: dict[str, Json] = {
             "model": self.model,
             "weights_digest": self.weights_digest,
             "tokenizer_digest": self.tokenizer_digest,
@@ -124,6 +139,7 @@ class Identity:
             "layers": [list(layer) for layer in self.layers],
             "format_version": self.format_version,
         }
+        return told if self.split == "none" else told | {"split": self.split}
 
     def shape(self) -> KVShape:
         """The KV geometry this identity was made for."""
@@ -134,6 +150,13 @@ class Identity:
             tp_size=self.tp_size,
             tp_rank=self.tp_rank,
         )
+
+    def slot(self) -> SlotLayout:
+        """The slots that KV of this identity is stored in.
+
+        Raises: ConfigError if its layers cannot be cut as it says.
+        """
+        return SlotLayout(self.shape(), self.block_tokens, self.group_blocks, self.split)
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "identity.json") -> Identity:
@@ -148,8 +171,8 @@ class Identity:
         if not isinstance(found, dict):
             raise FormatError(f"{where}: expected a JSON object, found {shown(found)}")
         known = set(cls.__dataclass_fields__)
-        if set(found) != known:
-            missing, unknown = sorted(known - set(found)), sorted(set(found) - known)
+        missing, unknown = sorted(known - set(found) - {"split"}), sorted(set(found) - known)
+        if missing or unknown:
             raise FormatError(f"{where}: fields missing: {missing or 'none'}; fields unknown: {shown(unknown)}")
         try:
             return cls(**_values(found))
