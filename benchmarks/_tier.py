@@ -68,10 +68,10 @@ class Prefix:
             root, identity, layout, capacity_bytes=capacity_bytes, engine=engine
         )
         self.root, self.tier = root, self.namespace.tier
-        self.pool = FramePool(num * layout.num_layers, max(layout.fragment_padded_bytes))
+        self.pool = FramePool(num * layout.num_fragments, max(layout.fragment_padded_bytes))
         rng = np.random.default_rng(seed)
         frames = rng.permutation(self.pool.num_frames)
-        self.addresses = self.pool.addresses(frames).reshape(num, layout.num_layers)
+        self.addresses = self.pool.addresses(frames).reshape(num, layout.num_fragments)
         self.records = _records(layout, num, seed)
         for row in self.pool.rows:
             row[:] = np.frombuffer(rng.bytes(len(row)), np.uint8)
@@ -87,9 +87,10 @@ class Prefix:
 
     def requests(self, layers: list[int]) -> npt.NDArray[np.void]:
         """Return what reads `layers` of every group into its frames."""
-        made = np.zeros((self.num_groups, len(layers)), READ_REQUEST)
-        made["row"], made["layer"] = np.arange(self.num_groups)[:, None], layers
-        made["address"] = self.addresses[:, layers]
+        fragments = [part for layer in layers for part in self.layout.layer_fragments(layer)]
+        made = np.zeros((self.num_groups, len(fragments)), READ_REQUEST)
+        made["row"], made["fragment"] = np.arange(self.num_groups)[:, None], fragments
+        made["address"] = self.addresses[:, fragments]
         return made.ravel()
 
     def joined(self) -> Merged:

@@ -92,7 +92,7 @@ def read_layer(prefix: Prefix, layer: int) -> tuple[Run, int]:
     """Read one layer of the whole prefix."""
     requests = prefix.requests([layer])
     num_before = prefix.tier.stats().num_reads
-    run = timed(lambda: prefix.read(requests), len(requests) * prefix.layout.fragment_padded_bytes[layer])
+    run = timed(lambda: prefix.read(requests), prefix.num_groups * prefix.layout.layer_padded_bytes(layer))
     return run, prefix.tier.stats().num_reads - num_before
 
 

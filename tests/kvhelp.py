@@ -9,16 +9,16 @@ import numpy as np
 
 from kvtide.cache import CacheOptions, CpuArena, TieredCache
 from kvtide.cache.sequence import Sequence
-from kvtide.spec import Dtype, Identity, KVShape, LayerShape, Layout, SlotLayout
+from kvtide.spec import Dtype, Identity, KVShape, LayerShape, Layout, SlotLayout, Split
 from kvtide.tiers.namespace import OpenNamespace, open_namespace
 
 NUM_LAYERS = 3
 
 
-def small_layout(block_tokens: int = 4, group_blocks: int = 2) -> SlotLayout:
+def small_layout(block_tokens: int = 4, group_blocks: int = 2, split: Split = "none") -> SlotLayout:
     layer = LayerShape(k_bytes=256, v_bytes=256, num_heads=2)
     shape = KVShape(dtype=Dtype.BF16, layers=(layer,) * NUM_LAYERS, layer_index=tuple(range(NUM_LAYERS)))
-    return SlotLayout(shape, block_tokens, group_blocks)
+    return SlotLayout(shape, block_tokens, group_blocks, split)
 
 
 def small_identity(layout: SlotLayout, model: str = "small") -> Identity:
@@ -36,6 +36,7 @@ def small_identity(layout: SlotLayout, model: str = "small") -> Identity:
         tp_rank=0,
         tp_size=1,
         layers=tuple((i, 256, 256, 2, 0) for i in range(layout.num_layers)),
+        split=layout.split,
     )
 
 
@@ -99,6 +100,6 @@ def small_cache(
     evictor: str = "lip",
 ) -> TieredCache:
     arena = CpuArena(windows * tokens * 512)
-    dram_bytes = (dram_groups * layout.num_layers + 8) * max(layout.fragment_padded_bytes)
+    dram_bytes = (dram_groups * layout.num_fragments + 8) * max(layout.fragment_padded_bytes)
     options = CacheOptions(dram_bytes=dram_bytes, write_policy=policy, evictor=evictor)
     return TieredCache(layout, small_identity(layout).digest(), arena, options, tier=tier)

@@ -43,10 +43,10 @@ def group_key(name: int) -> bytes:
     return hashlib.sha256(b"key %d" % name).digest()
 
 
-def group_bytes(layout: SlotLayout, key: bytes, version: int, layer: int) -> np.ndarray:
-    """One padded fragment that no other key, version or layer has."""
-    seed = hashlib.sha256(key + b"%d %d" % (version, layer)).digest()
-    length = layout.fragment_padded_bytes[layer]
+def group_bytes(layout: SlotLayout, key: bytes, version: int, fragment: int) -> np.ndarray:
+    """One padded fragment that no other key, version or number has."""
+    seed = hashlib.sha256(key + b"%d %d" % (version, fragment)).digest()
+    length = layout.fragment_padded_bytes[fragment]
     return np.frombuffer((seed * (length // len(seed) + 1))[:length], np.uint8)
 
 
@@ -67,32 +67,32 @@ class Groups:
     def write(self, tier: Tier, keys: list[bytes], versions: list[int]) -> list[int]:
         layout = self.layout
         buffer = aligned_buffer(len(keys) * sum(layout.fragment_padded_bytes))
-        addresses, at = np.zeros((len(keys), layout.num_layers), np.uint64), 0
+        addresses, at = np.zeros((len(keys), layout.num_fragments), np.uint64), 0
         for row, (key, version) in enumerate(zip(keys, versions, strict=True)):
-            for layer, length in enumerate(layout.fragment_padded_bytes):
-                buffer[at : at + length] = group_bytes(layout, key, version, layer)
-                addresses[row, layer] = address_of(buffer) + at
+            for fragment, length in enumerate(layout.fragment_padded_bytes):
+                buffer[at : at + length] = group_bytes(layout, key, version, fragment)
+                addresses[row, fragment] = address_of(buffer) + at
                 at += length
         return tier.write(self.records(keys), addresses, cause="demote").tolist()
 
     def read(self, tier: Tier, keys: list[bytes], pairs: list[tuple[int, int]]) -> tuple[list[int], list[np.ndarray]]:
-        """Read fragments (row of keys, layer); return statuses and bytes."""
+        """Read fragments (row of keys, fragment); return statuses and bytes."""
         size = max(self.layout.fragment_padded_bytes)
         buffer = aligned_buffer(max(1, len(pairs)) * size).reshape(-1, size)
         requests = np.zeros(len(pairs), READ_REQUEST)
-        for index, (row, layer) in enumerate(pairs):
-            requests[index] = (row, layer, address_of(buffer) + index * size)
+        for index, (row, fragment) in enumerate(pairs):
+            requests[index] = (row, fragment, address_of(buffer) + index * size)
         statuses = tier.read(np.frombuffer(b"".join(keys), KEY), requests, cause="restore").tolist()
-        lengths = [self.layout.fragment_padded_bytes[layer] for _, layer in pairs]
+        lengths = [self.layout.fragment_padded_bytes[fragment] for _, fragment in pairs]
         return statuses, [row[:length] for row, length in zip(buffer, lengths, strict=False)]
 
     def read_group(self, tier: Tier, key: bytes) -> tuple[list[int], list[np.ndarray]]:
-        return self.read(tier, [key], [(0, layer) for layer in range(self.layout.num_layers)])
+        return self.read(tier, [key], [(0, fragment) for fragment in range(self.layout.num_fragments)])
 
     def version_of(self, key: bytes, parts: list[np.ndarray], versions: list[int]) -> int | None:
         """Say which of `versions` of the group these bytes are; None if they are none of them."""
         for version in versions:
-            wanted = [group_bytes(self.layout, key, version, layer) for layer in range(self.layout.num_layers)]
+            wanted = [group_bytes(self.layout, key, version, part) for part in range(self.layout.num_fragments)]
             if all(np.array_equal(part, want) for part, want in zip(parts, wanted, strict=True)):
                 return version
         return None

@@ -59,7 +59,7 @@ def num_fds() -> int:
 def encoded(num: int = 3) -> tuple[HeaderCodec, np.ndarray]:
     codec, pages = HeaderCodec(LAYOUT, small_identity(LAYOUT).digest()), np.zeros((num, LAYOUT.header_bytes), np.uint8)
     records = GROUPS.records(KEYS[:num])
-    codec.encode(records, np.arange(num, dtype=np.uint64), np.ones((num, LAYOUT.num_layers), np.uint64), pages)
+    codec.encode(records, np.arange(num, dtype=np.uint64), np.ones((num, LAYOUT.num_fragments), np.uint64), pages)
     return codec, pages
 
 

@@ -71,7 +71,7 @@ def check_store(root: Path, toll: Toll) -> None:
     assert set(held) <= keys
     for key in held:
         statuses, parts = groups.read_group(space.tier, key)
-        assert statuses == [OK] * layout.num_layers, "every header that is whole has whole fragments"
+        assert statuses == [OK] * layout.num_fragments, "every header that is whole has whole fragments"
         assert groups.version_of(key, parts, [0]) == 0
     check_slots(space.tier)
     toll.num_clean += space.was_clean

@@ -176,10 +176,11 @@ def _print_info(info: NamespaceInfo, console: Console) -> None:
 
 
 def _identity_words(identity: Identity) -> list[tuple[str, str]]:
+    cut = "" if identity.split == "none" else f", split by {identity.split}"
     rank = "" if identity.tp_size == 1 else f", rank {identity.tp_rank} of {identity.tp_size}"
     rows = [
         ("model", " ".join(filter(None, (identity.model, identity.revision)))),
-        ("KV", f"{identity.dtype.value}, {len(identity.layers)} layers, {identity.layout.value}{rank}"),
+        ("KV", f"{identity.dtype.value}, {len(identity.layers)} layers, {identity.layout.value}{cut}{rank}"),
         ("blocks", f"{identity.block_tokens} tokens each, {identity.group_blocks} in a group"),
         ("digests", f"weights {identity.weights_digest[:16]}, tokenizer {identity.tokenizer_digest[:16]}"),
     ]

@@ -16,7 +16,7 @@ from kvtide.blocks import KEY
 from kvtide.errors import UnsupportedError
 from kvtide.io.drive import SimDrive
 from kvtide.io.uring import UringEngine
-from kvtide.spec import Dtype, KVShape, LayerShape, SlotLayout
+from kvtide.spec import SPLITS, Dtype, KVShape, LayerShape, SlotLayout, Split
 from kvtide.tiers.contract import FULL, MISSING, OK, READ_REQUEST, Tier
 from kvtide.tiers.memory import MemoryTier
 from simkv import MODEL, Groups, check_slots, group_bytes, group_key, sim_tier
@@ -40,13 +40,23 @@ def uneven_layout() -> SlotLayout:
     return SlotLayout(KVShape(dtype=Dtype.BF16, layers=layers, layer_index=(0, 2, 5)), 5, 3)
 
 
+def parted_layout(split: Split) -> SlotLayout:
+    """Keys longer than values, so that the parts of a layer differ; none a whole number of pages."""
+    layer = LayerShape(k_bytes=480, v_bytes=96, num_heads=3)
+    return SlotLayout(KVShape(dtype=Dtype.BF16, layers=(layer, layer), layer_index=(0, 1)), 5, 3, split)
+
+
 KINDS = ["memory", "sim", "sim-uneven", "uring", "threads", "uring-shm", "threads-shm"]
+KINDS += [f"{kind}-{split}" for kind in ("memory", "sim", "uring") for split in ("kv", "head")]
 
 
 @pytest.fixture(params=KINDS)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     kind, layout = request.param, small_layout()
-    if kind == "memory":
+    split = kind.split("-")[-1]
+    if split in SPLITS:
+        layout = parted_layout(split) if kind.startswith("sim") else small_layout(split=split)
+    if kind.startswith("memory"):
         yield Place(MemoryTier(layout, NUM_SLOTS * layout.slot_bytes + 100), Groups(layout))
     elif kind.startswith("sim"):
         layout = uneven_layout() if kind == "sim-uneven" else layout
@@ -78,7 +88,7 @@ def as_keys(keys: list[bytes]) -> np.ndarray:
 
 def assert_holds(place: Place, key: bytes, version: int) -> None:
     statuses, parts = place.groups.read_group(place.tier, key)
-    assert statuses == [OK] * place.groups.layout.num_layers
+    assert statuses == [OK] * place.groups.layout.num_fragments
     assert place.groups.version_of(key, parts, [version]) == version
 
 
@@ -90,18 +100,18 @@ def test_what_was_written_reads_back(place: Place) -> None:
         assert_holds(place, key, 7)
 
 
-def test_one_call_reads_one_layer_several_or_all_of_many_groups(place: Place) -> None:
+def test_one_call_reads_one_fragment_several_or_all_of_many_groups(place: Place) -> None:
     layout, keys = place.groups.layout, names(*range(NUM_SLOTS))
     place.groups.write(place.tier, keys, [0] * NUM_SLOTS)
     rng = np.random.default_rng(5)
-    everything = [(row, layer) for row in range(NUM_SLOTS) for layer in range(layout.num_layers)]
-    one_layer = [(row, 1) for row in range(NUM_SLOTS)]
+    everything = [(row, part) for row in range(NUM_SLOTS) for part in range(layout.num_fragments)]
+    one_of_each = [(row, 1) for row in range(NUM_SLOTS)]
     some = [everything[index] for index in rng.permutation(len(everything))[:17]]
-    for pairs in (one_layer, some, everything, everything[::-1], [(3, 2), (3, 2), (3, 0)], []):
+    for pairs in (one_of_each, some, everything, everything[::-1], [(3, 2), (3, 2), (3, 0)], []):
         statuses, parts = place.groups.read(place.tier, keys, pairs)
         assert statuses == [OK] * len(pairs)
-        for (row, layer), part in zip(pairs, parts, strict=True):
-            np.testing.assert_array_equal(part, group_bytes(layout, keys[row], 0, layer))
+        for (row, fragment), part in zip(pairs, parts, strict=True):
+            np.testing.assert_array_equal(part, group_bytes(layout, keys[row], 0, fragment))
 
 
 def test_a_miss_is_a_value_and_leaves_the_others_alone(place: Place) -> None:
@@ -119,7 +129,7 @@ def test_dropped_groups_are_gone_and_their_room_is_back(place: Place) -> None:
     place.groups.write(place.tier, keys, [0] * NUM_SLOTS)
     place.tier.drop(as_keys([*keys[:5], keys[0], group_key(99)]))
     assert place.tier.lookup(as_keys(keys)).tolist() == [False] * 5 + [True] * (NUM_SLOTS - 5)
-    assert place.groups.read_group(place.tier, keys[0])[0] == [MISSING] * place.groups.layout.num_layers
+    assert place.groups.read_group(place.tier, keys[0])[0] == [MISSING] * place.groups.layout.num_fragments
     more = names(*range(100, 105))
     assert place.groups.write(place.tier, more, [3] * 5) == [OK] * 5
     for key in more:

@@ -12,6 +12,7 @@ from kvtide.blocks import KEY
 from kvtide.io.drive import SimDrive
 from kvtide.io.ops import PAGE_BYTES
 from kvtide.io.sim import NO_FAULTS, Faults, SimEngine, VirtualClock
+from kvtide.spec import SPLITS, Split
 from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK
 from kvtide.tiers.file import FileTier
 from simkv import MODEL, Groups, check_slots, group_key, sim_tier
@@ -24,16 +25,16 @@ class FileMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layout = small_layout()
-        self.groups, self.drive = Groups(self.layout), SimDrive(MODEL)
+        self.drive = SimDrive(MODEL)
         self.held: dict[bytes, int] = {}
         self.ever: dict[bytes, list[int]] = {}
         self.version = self.num_opened = 0
         self.tier: FileTier | None = None
 
-    @initialize(num_slots=st.integers(1, 8))
-    def begin(self, num_slots: int) -> None:
-        self.num_slots = num_slots
+    @initialize(num_slots=st.integers(1, 8), split=st.sampled_from(SPLITS))
+    def begin(self, num_slots: int, split: Split) -> None:
+        self.num_slots, self.layout = num_slots, small_layout(split=split)
+        self.groups = Groups(self.layout)
         self._open()
 
     def _open(self) -> None:
@@ -69,7 +70,7 @@ class FileMachine(RuleBasedStateMachine):
         statuses, parts = self.groups.read_group(self.tier, key)
         expected = self.held.get(key)
         if expected is None:
-            assert statuses == [MISSING] * self.layout.num_layers
+            assert statuses == [MISSING] * self.layout.num_fragments
         elif self.faults == NO_FAULTS or set(statuses) == {OK}:
             assert set(statuses) == {OK}
             assert self.groups.version_of(key, parts, [expected]) == expected

@@ -160,7 +160,7 @@ class Traffic:
             return np.zeros(0, np.uint8)
         assert self._tier is not None, "a fragment is in no tier"
         requests = np.zeros(len(units), READ_REQUEST)
-        requests["row"], requests["layer"] = np.arange(len(units)), layers
+        requests["row"], requests["fragment"] = np.arange(len(units)), layers
         requests["address"] = self._ledger.frame_pool.addresses(frames)
         return self._tier.read(self._ledger.stored_key[units], requests, cause=cause)
 

@@ -97,7 +97,7 @@ def _simulate(job: Job, machine: Machine, on_progress: Callable[[int, int], None
 def _open(job: Job, machine: Machine) -> VirtualCache:
     slot, placement = job.slot(), place(job, machine)
     num_groups = -(-(job.context + STEPS_MAX) // slot.tokens_per_group)  # of one sequence at the end
-    num_fragments = job.batch * slot.num_layers * -(-job.context // slot.tokens_per_group)
+    num_fragments = job.batch * slot.num_fragments * -(-job.context // slot.tokens_per_group)
     if num_fragments > FRAGMENTS_MAX:
         raise ConfigError(
             f"a step of {num_fragments:,} fragments is too long to simulate; at most {FRAGMENTS_MAX:,}: type a smaller "

@@ -88,6 +88,7 @@ def run_real(
         tokenizer_digest="0" * 64,
         revision="replay",
         adapter="",
+        split=slot.split,
     )
     recorder = Recorder()
     widest = max(max(layer.k_bytes, layer.v_bytes) for layer in slot.shape.layers)

@@ -197,8 +197,10 @@ class VirtualFileTier(FileTier):
         self.mover.spend(self._costs.round_ns)
         super()._count(is_write, num_bytes)
 
-    def _checksums(self, layers: npt.NDArray[np.integer], addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        num_bytes = int(self._lengths[layers].sum())
+    def _checksums(
+        self, fragments: npt.NDArray[np.integer], addresses: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.uint64]:
+        num_bytes = int(self._lengths[fragments].sum())
         self.mover.spend(self._costs.check_time_ns(num_bytes))
         return np.zeros(len(addresses), np.uint64)
 

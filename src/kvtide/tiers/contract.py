@@ -1,7 +1,8 @@
 """What every tier below DRAM must do, and the arrays it speaks in. Next: memory, then file.
 
-A tier keeps *groups*: the KV of a few consecutive blocks of one chain, one fragment a layer. It is asked in arrays
-and answers in arrays; a miss, a full tier and a refused write are values. It decides nothing about what to keep.
+A tier keeps *groups*: the KV of a few consecutive blocks of one chain, in fragments: one a layer, or more where layers
+are split. It is asked in arrays and answers in arrays; a miss, a full tier and a refused write are values. It decides
+nothing about what to keep.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ Cause = Literal["prefill-write", "decode-read", "restore", "prefetch", "demote",
 # The answers of read and write, one an item.
 OK, MISSING, CORRUPT, FAILED, FULL = 0, 1, 2, 3, 4
 
-READ_REQUEST = np.dtype([("row", "<u4"), ("layer", "<u4"), ("address", "<u8")])
-"""One fragment of the group `keys[row]`, to be put at `address` (page-aligned, the fragment's padded bytes)."""
+READ_REQUEST = np.dtype([("row", "<u4"), ("fragment", "<u4"), ("address", "<u8")])
+"""One fragment of the group `keys[row]`, to be put at `address` (page-aligned, the fragment's padded bytes).
+
+`fragment` counts as `SlotLayout` does: layer * parts a layer + part.
+"""
 
 Statuses = npt.NDArray[np.uint8]
 
@@ -86,9 +90,9 @@ class Tier(Protocol):
         """
 
     def write(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], *, cause: Cause) -> Statuses:
-        """Store groups from one buffer a layer. A group is found by lookup only once it is whole.
+        """Store groups from one buffer a fragment. A group is found by lookup only once it is whole.
 
-        Shapes: addresses [n, L]; returns [n]: OK, FULL (nothing changed) or FAILED (nothing visible).
+        Shapes: addresses [n, F]; returns [n]: OK, FULL (nothing changed) or FAILED (nothing visible).
         """
 
     def drop(self, keys: KeyArray) -> None:

@@ -38,7 +38,7 @@ SCAN_SLOTS = 512  # headers read at once when opening
 
 @dataclass(slots=True)
 class SlotTable:
-    """What is known of every slot. Shapes: one row a slot; checksums [num_slots, L]; block_keys [num_slots, G]."""
+    """What is known of every slot. Shapes: one row a slot; checksums [num_slots, F]; block_keys [num_slots, G]."""
 
     used: npt.NDArray[np.bool_]
     has_header: npt.NDArray[np.bool_]  # a valid header may lie in the file, though the slot is free
@@ -53,7 +53,6 @@ class SlotTable:
     @classmethod
     def empty(cls, num_slots: int, layout: SlotLayout) -> SlotTable:
         """Return a table of free slots."""
-        num_layers = len(layout.fragment_offset)
         return cls(
             np.zeros(num_slots, np.bool_),
             np.zeros(num_slots, np.bool_),
@@ -63,7 +62,7 @@ class SlotTable:
             np.zeros(num_slots, np.int64),
             np.zeros((num_slots, layout.group_blocks), KEY),
             np.zeros(num_slots, np.uint64),
-            np.zeros((num_slots, num_layers), np.uint64),
+            np.zeros((num_slots, layout.num_fragments), np.uint64),
         )
 
     def records(self, slots: npt.NDArray[np.int64]) -> GroupRecords:
@@ -167,8 +166,8 @@ class FileTier:
         statuses = np.where(slots < 0, MISSING, OK).astype(np.uint8)
         present = np.flatnonzero(slots >= 0)
         slots, wanted = slots[present], requests[present]
-        batch = self._fragment_ops(slots, wanted["layer"], wanted["address"], READ)
-        for parts, is_whole in self._finish(self._begin(batch), cause, slots, wanted["layer"]):
+        batch = self._fragment_ops(slots, wanted["fragment"], wanted["address"], READ)
+        for parts, is_whole in self._finish(self._begin(batch), cause, slots, wanted["fragment"]):
             lost, moved = parts[~is_whole], parts[is_whole]
             statuses[present[lost]] = FAILED
             statuses[present[moved]] = self._verify(slots[moved], wanted[moved])
@@ -249,35 +248,35 @@ class FileTier:
     def _fragment_ops(
         self,
         slots: npt.NDArray[np.int64],
-        layers: npt.NDArray[np.integer],
+        fragments: npt.NDArray[np.integer],
         addresses: npt.NDArray[np.uint64],
         kind: int,
     ) -> Batch:
         batch = np.zeros(len(slots), OP)
         batch["fd"], batch["kind"] = self._fd, kind
-        batch["offset"] = self._start(slots) + self._offsets[layers]
-        batch["length"], batch["address"] = self._lengths[layers], addresses
+        batch["offset"] = self._start(slots) + self._offsets[fragments]
+        batch["length"], batch["address"] = self._lengths[fragments], addresses
         return batch
 
     def _write_slots(
         self, slots: npt.NDArray[np.int64], records: GroupRecords, addresses: npt.NDArray[np.uint64], cause: Cause
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         """Write in the three steps of the theory; return which slots are whole, and their numbers and checksums."""
-        num, num_layers = addresses.shape
+        num, num_fragments = addresses.shape
         pages = aligned_buffer(num * self.layout.header_bytes).reshape(num, self.layout.header_bytes)
         good = np.ones(num, np.bool_)
         stale = np.flatnonzero(self.table.has_header[slots])
         if len(stale):
             good[stale] = self._run(self._header_ops(slots[stale], pages, WRITE), "metadata", slots[stale])
             self.table.has_header[slots[stale[good[stale]]]] = False
-        layers = np.tile(np.arange(num_layers), num)
+        fragments = np.tile(np.arange(num_fragments), num)
         rows = np.flatnonzero(good)
-        wanted = layers[: len(rows) * num_layers]
-        batch = self._fragment_ops(np.repeat(slots[rows], num_layers), wanted, addresses[rows].ravel(), WRITE)
+        wanted = fragments[: len(rows) * num_fragments]
+        batch = self._fragment_ops(np.repeat(slots[rows], num_fragments), wanted, addresses[rows].ravel(), WRITE)
         merged = self._begin(batch)
-        checksums = self._checksums(layers, addresses.ravel()).reshape(num, num_layers)  # while the drive is busy
-        done = self._all_done(merged, cause, np.repeat(slots[rows], num_layers), wanted)
-        good[rows] = done.reshape(len(rows), num_layers).all(axis=1)
+        checksums = self._checksums(fragments, addresses.ravel()).reshape(num, num_fragments)  # while the drive is busy
+        done = self._all_done(merged, cause, np.repeat(slots[rows], num_fragments), wanted)
+        good[rows] = done.reshape(len(rows), num_fragments).all(axis=1)
         sequences = np.arange(self._sequence + 1, self._sequence + 1 + num, dtype=np.uint64)
         self._sequence += num
         self._codec.encode(records, sequences, checksums, pages)
@@ -302,11 +301,11 @@ class FileTier:
         merged: Merged,
         cause: Cause,
         slots: npt.NDArray[np.int64],
-        layers: npt.NDArray[np.integer] | None,
+        fragments: npt.NDArray[np.integer] | None,
     ) -> npt.NDArray[np.bool_]:
-        """Wait for what was begun and say which operations went well. Shapes: slots, layers, result [n]."""
+        """Wait for what was begun and say which operations went well. Shapes: slots, fragments, result [n]."""
         good = np.zeros(len(merged.part_of), np.bool_)
-        for parts, is_whole in self._finish(merged, cause, slots, layers):
+        for parts, is_whole in self._finish(merged, cause, slots, fragments):
             good[parts] = is_whole
         return good
 
@@ -315,11 +314,11 @@ class FileTier:
         merged: Merged,
         cause: Cause,
         slots: npt.NDArray[np.int64],
-        layers: npt.NDArray[np.integer] | None,
+        fragments: npt.NDArray[np.integer] | None,
     ) -> Iterator[tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]]:
         """Yield, as operations end, which of those before merging that were, and whether each moved whole.
 
-        Shapes: slots, layers [n]; yields [m], [m].
+        Shapes: slots, fragments [n]; yields [m], [m].
         """
         order = np.argsort(merged.part_of, kind="stable")
         bounds = np.searchsorted(merged.part_of[order], np.arange(len(merged.batch) + 1))
@@ -330,7 +329,7 @@ class FileTier:
             tags = completions["tag"].astype(np.int64)
             whole = (completions["error"] == 0) & (completions["length"] == merged.batch["length"][tags])
             self._count(merged.batch["kind"][tags] == WRITE, completions["length"] * whole)
-            self._record(merged, completions, bounds, order, slots, layers, cause)
+            self._record(merged, completions, bounds, order, slots, fragments, cause)
             parts = np.concatenate([order[bounds[tag] : bounds[tag + 1]] for tag in tags.tolist()])
             yield parts, np.repeat(whole, bounds[tags + 1] - bounds[tags])
 
@@ -340,14 +339,16 @@ class FileTier:
         self._stats.num_reads += int((~is_write).sum())
         self._stats.read_bytes += int(num_bytes[~is_write].sum())
 
-    def _checksums(self, layers: npt.NDArray[np.integer], addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    def _checksums(
+        self, fragments: npt.NDArray[np.integer], addresses: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.uint64]:
         """Return the xxh3-64 of each fragment in memory, padding included."""
-        views = (self._views[layer](at) for layer, at in zip(layers.tolist(), addresses.tolist(), strict=True))
+        views = (self._views[one](at) for one, at in zip(fragments.tolist(), addresses.tolist(), strict=True))
         return np.fromiter(map(xxhash.xxh3_64_intdigest, views), np.uint64, len(addresses))
 
     def _verify(self, slots: npt.NDArray[np.int64], requests: npt.NDArray[np.void]) -> Statuses:
-        found = self._checksums(requests["layer"], requests["address"])
-        bad = found != self.table.checksums[slots, requests["layer"]]
+        found = self._checksums(requests["fragment"], requests["address"])
+        bad = found != self.table.checksums[slots, requests["fragment"]]
         self._stats.num_corrupt += int(bad.sum())
         return np.where(bad, CORRUPT, OK).astype(np.uint8)
 
@@ -358,7 +359,7 @@ class FileTier:
         bounds: npt.NDArray[np.intp],
         order: npt.NDArray[np.intp],
         slots: npt.NDArray[np.int64],
-        layers: npt.NDArray[np.integer] | None,
+        fragments: npt.NDArray[np.integer] | None,
         cause: Cause,
     ) -> None:
         if self._recorder is None:
@@ -373,7 +374,7 @@ class FileTier:
         events["num_fragments"] = bounds[tags + 1] - bounds[tags]
         events["depth"], events["error"] = completions["depth"], completions["error"]
         events["slot"] = slots[first]
-        events["layer"] = -1 if layers is None else layers[first]
+        events["layer"] = -1 if fragments is None else fragments[first] // self.layout.parts_per_layer
         self._recorder.record_ops(events)
 
 

@@ -1,11 +1,11 @@
 """The bytes of a slot's header: encode, and decode without trusting them. Next: file.
 
-Theory. A slot is `[header][fragment of layer 0][fragment of layer 1]...`, each starting on a page. The header is the
+Theory. A slot is `[header][fragment 0][fragment 1]...`, each starting on a page. The header is the
 only truth about a slot: whose KV it is, how much of it is valid, and the checksum of every fragment. It carries a
 checksum of itself, so a torn header reads as an empty slot.
 
-    magic 8 | version u32 | layers u32 | identity 32 | key 32 | parent 32 | tokens u32 | blocks u32 | sequence u64
-    block keys G x 32 | fragment checksums L x u64 | header checksum u64 | zeros to the end of the header
+    magic 8 | version u32 | fragments u32 | identity 32 | key 32 | parent 32 | tokens u32 | blocks u32 | sequence u64
+    block keys G x 32 | fragment checksums F x u64 | header checksum u64 | zeros to the end of the header
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class HeaderCodec:
     def __init__(self, layout: SlotLayout, identity_digest: bytes) -> None:
         self._layout = layout
         self._identity = np.frombuffer(identity_digest, KEY)[0]
-        self._num_layers = len(layout.fragment_offset)
+        num_fragments = self._num_fragments = layout.num_fragments
         self._dtype = np.dtype(
             [
                 ("magic", "V8"),
                 ("version", "<u4"),
-                ("num_layers", "<u4"),
+                ("num_fragments", "<u4"),
                 ("identity", KEY),
                 ("key", KEY),
                 ("parent", KEY),
@@ -53,7 +53,7 @@ class HeaderCodec:
                 ("num_blocks", "<u4"),
                 ("sequence", "<u8"),
                 ("block_keys", KEY, (layout.group_blocks,)),
-                ("checksums", "<u8", (self._num_layers,)),
+                ("checksums", "<u8", (num_fragments,)),
                 ("header_checksum", "<u8"),
             ]
         )
@@ -67,10 +67,10 @@ class HeaderCodec:
         checksums: npt.NDArray[np.uint64],
         pages: npt.NDArray[np.uint8],
     ) -> None:
-        """Write headers into `pages`. Shapes: checksums [n, L]; pages [n, header_bytes]."""
+        """Write headers into `pages`. Shapes: checksums [n, F]; pages [n, header_bytes]."""
         rows = np.zeros(len(records), self._dtype)
         rows["magic"] = np.frombuffer(MAGIC, "V8")[0]
-        rows["version"], rows["num_layers"], rows["identity"] = FORMAT_VERSION, self._num_layers, self._identity
+        rows["version"], rows["num_fragments"], rows["identity"] = FORMAT_VERSION, self._num_fragments, self._identity
         rows["key"], rows["parent"] = records.keys, records.parents
         rows["num_tokens"], rows["num_blocks"] = records.num_tokens, records.num_blocks
         rows["sequence"], rows["block_keys"], rows["checksums"] = sequences, records.block_keys, checksums
@@ -86,7 +86,7 @@ class HeaderCodec:
         layout = self._layout
         num_tokens, num_blocks = rows["num_tokens"].astype(np.int64), rows["num_blocks"].astype(np.int64)
         valid = (rows["magic"] == np.frombuffer(MAGIC, "V8")[0]) & (rows["version"] == FORMAT_VERSION)
-        valid &= (rows["num_layers"] == self._num_layers) & (rows["identity"] == self._identity)
+        valid &= (rows["num_fragments"] == self._num_fragments) & (rows["identity"] == self._identity)
         valid &= (num_tokens >= 1) & (num_tokens <= layout.tokens_per_group)
         valid &= num_blocks == -(-num_tokens // layout.block_tokens)
         for index in np.flatnonzero(valid).tolist():

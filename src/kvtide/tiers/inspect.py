@@ -186,7 +186,7 @@ def looking_at(path: Path, identity: Identity) -> Iterator[Seen]:
     digest = identity.digest()
     if digest.hex()[:DIGEST_CHARS] != path.name:
         raise FormatError(f"{path / 'identity.json'} states another identity than its directory's name")
-    layout = SlotLayout(identity.shape(), identity.block_tokens, identity.group_blocks)
+    layout = identity.slot()
     file = path / "data.kvt"
     with ExitStack() as stack:
         stack.enter_context(locked(path))

@@ -167,11 +167,11 @@ class MemoryTier:
         del cause
         slots = [self._slot_of.get(key, -1) for key in keys.tolist()]
         statuses = np.full(len(requests), OK, np.uint8)
-        for index, (row, layer, address) in enumerate(requests.tolist()):
+        for index, (row, fragment, address) in enumerate(requests.tolist()):
             if slots[row] < 0:
                 statuses[index] = MISSING
                 continue
-            start, length = self._layout.fragment_offset[layer], self._layout.fragment_padded_bytes[layer]
+            start, length = self._layout.fragment_offset[fragment], self._layout.fragment_padded_bytes[fragment]
             bytes_at(address, length)[:] = self._slots[slots[row], start : start + length]
             self._stats.read_bytes += length
             self._stats.num_reads += 1
@@ -186,8 +186,8 @@ class MemoryTier:
                 self._stats.num_full += 1
                 continue
             slot = self._free.pop()
-            for layer, address in enumerate(addresses[index].tolist()):
-                start, length = self._layout.fragment_offset[layer], self._layout.fragment_padded_bytes[layer]
+            for fragment, address in enumerate(addresses[index].tolist()):
+                start, length = self._layout.fragment_offset[fragment], self._layout.fragment_padded_bytes[fragment]
                 self._slots[slot, start : start + length] = bytes_at(address, length)
                 self._stats.written_bytes += length
                 self._stats.num_writes += 1

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvtide.errors import ConfigError, FormatError
 from kvtide.io.ops import address_of, aligned_buffer
-from kvtide.spec import Identity, SlotLayout
+from kvtide.spec import Identity
 from kvtide.tiers.contract import CORRUPT, FAILED, READ_REQUEST
 from kvtide.tiers.file import FileTier
 from kvtide.tiers.inspect import Seen, check_entries, looking_at, problem_of
@@ -70,7 +70,7 @@ def verify_namespace(
 
 def _verify(path: Path, identity: Identity, on_progress: Callable[[int, int], None], memory_bytes: int) -> VerifyReport:
     # The buffer is made before the engine is opened and dies after it was closed: reads may be in flight until then.
-    largest = max(SlotLayout(identity.shape(), identity.block_tokens, identity.group_blocks).fragment_padded_bytes)
+    largest = max(identity.slot().fragment_padded_bytes)
     buffer = aligned_buffer(max(memory_bytes, largest))
     with looking_at(path, identity) as seen:
         tier = seen.tier
@@ -123,10 +123,10 @@ def _read_all(
     keys, worst = tier.table.keys[slots], np.zeros(len(slots), np.uint8)
     num_done, num_bytes = 0, int(lengths.sum()) * len(slots)
     on_progress(0, num_bytes)
-    for groups, layers in _batches(len(slots), lengths, buffer.size):
-        requests = np.zeros((len(groups), len(layers)), READ_REQUEST)
-        requests["row"], requests["layer"] = np.arange(len(groups))[:, None], layers
-        sizes = np.broadcast_to(lengths[layers], requests.shape).ravel()
+    for groups, fragments in _batches(len(slots), lengths, buffer.size):
+        requests = np.zeros((len(groups), len(fragments)), READ_REQUEST)
+        requests["row"], requests["fragment"] = np.arange(len(groups))[:, None], fragments
+        sizes = np.broadcast_to(lengths[fragments], requests.shape).ravel()
         requests["address"] = (address_of(buffer) + np.cumsum(sizes) - sizes).reshape(requests.shape)
         statuses = tier.read(keys[groups], requests.ravel(), cause="metadata").reshape(requests.shape)
         worst[groups] = np.where((statuses == FAILED).any(axis=1) & (worst[groups] != CORRUPT), FAILED, worst[groups])
@@ -137,17 +137,17 @@ def _read_all(
 
 
 def _batches(num_groups: int, lengths: npt.NDArray[np.int64], memory_bytes: int) -> Iterator[tuple[range, range]]:
-    """Cut groups x layers into runs of at most `memory_bytes`: whole groups, or the layers of one that is larger."""
+    """Cut groups x fragments into runs of at most `memory_bytes`: whole groups, or parts of one that is larger."""
     at_once = memory_bytes // int(lengths.sum())
     if at_once:
         for first in range(0, num_groups, at_once):
             yield range(first, min(first + at_once, num_groups)), range(len(lengths))
         return
     spans, first, total = [], 0, 0
-    for layer, length in enumerate(lengths.tolist()):
+    for fragment, length in enumerate(lengths.tolist()):
         if total + length > memory_bytes:
-            spans.append(range(first, layer))
-            first, total = layer, 0
+            spans.append(range(first, fragment))
+            first, total = fragment, 0
         total += length
     spans.append(range(first, len(lengths)))
     for group in range(num_groups):
