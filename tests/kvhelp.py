@@ -82,7 +82,7 @@ class Walker:
                     got = cache.windows.arena.buffer[at : at + want.size].reshape(want.shape)
                     np.testing.assert_array_equal(got[:old], want[:old])
                     got[old:] = want[old:]
-                cache.write(sequence, row, window, k[old:], v[old:])
+                cache.write(sequence, layer, k[old:], v[old:], window=window, row=row)
             is_last = layer == cache.layout.num_layers - 1
             cache.prefetch(sequences, (layer + 1) % cache.layout.num_layers, is_written=is_last)
         for sequence, new in zip(sequences, tokens, strict=True):

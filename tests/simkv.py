@@ -119,9 +119,9 @@ def check_cache(cache: TieredCache, live: list[Sequence]) -> None:
     pool = ledger.frame_pool
     free, bound = pool._free[: pool.num_free], ledger.frames[ledger.frames >= 0]
     np.testing.assert_array_equal(np.sort(np.concatenate([free, bound])), np.arange(pool.num_frames))
-    units, layers = np.nonzero(ledger.frames >= 0)
-    np.testing.assert_array_equal(ledger.frame_unit[ledger.frames[units, layers]], units)
-    np.testing.assert_array_equal(ledger.frame_layer[ledger.frames[units, layers]], layers)
+    units, fragments = np.nonzero(ledger.frames >= 0)
+    np.testing.assert_array_equal(ledger.frame_unit[ledger.frames[units, fragments]], units)
+    np.testing.assert_array_equal(ledger.frame_fragment[ledger.frames[units, fragments]], fragments)
     assert (ledger.frame_unit[free] == -1).all()
     assert not ledger.pins.any()
     assert not ledger.is_busy.any()

@@ -216,7 +216,7 @@ def test_a_window_smaller_than_one_layer_is_refused() -> None:
 
 
 def test_too_little_dram_is_refused() -> None:
-    least = (2 * LAYOUT.num_layers + 8) * max(LAYOUT.fragment_padded_bytes)
+    least = (2 * LAYOUT.num_fragments + 8) * max(LAYOUT.fragment_padded_bytes)
     digest = small_identity(LAYOUT).digest()
     with pytest.raises(ConfigError, match="--dram"):
         TieredCache(LAYOUT, digest, CpuArena(4096), CacheOptions(dram_bytes=least - 1))

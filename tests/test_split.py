@@ -8,25 +8,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvhelp import small_identity, small_layout
+from kvhelp import Walker, kv_rows, small_cache, small_identity, small_layout
 from kvtide.blocks import KEY
+from kvtide.cache import CacheOptions, CpuArena, LostKv, TieredCache
+from kvtide.errors import ConfigError
+from kvtide.io.drive import SimDrive
 from kvtide.io.ops import PAGE_BYTES
-from kvtide.spec import SPLITS, Split
+from kvtide.spec import SPLITS, Dtype, KVShape, LayerShape, SlotLayout, Split
 from kvtide.tiers.contract import OK, READ_REQUEST
 from kvtide.tiers.inspect import list_namespaces
 from kvtide.tiers.memory import FramePool
 from kvtide.tiers.namespace import OpenNamespace, open_namespace
 from kvtide.tiers.verify import verify_namespace
 from kvtide.trace.record import Recorder
-from simkv import Groups, group_bytes, group_key
+from simkv import MODEL, Groups, check_cache, group_bytes, group_key, sim_tier
 
 KEYS = [group_key(number) for number in range(3)]
 NUM_SLOTS = 4
 
 
-def opened(root: Path, split: Split, recorder: Recorder | None = None) -> OpenNamespace:
+def opened(root: Path, split: Split, recorder: Recorder | None = None, num_slots: int = NUM_SLOTS) -> OpenNamespace:
     layout = small_layout(split=split)
-    capacity_bytes = PAGE_BYTES + NUM_SLOTS * layout.slot_bytes
+    capacity_bytes = PAGE_BYTES + num_slots * layout.slot_bytes
     return open_namespace(root, small_identity(layout), layout, capacity_bytes=capacity_bytes, recorder=recorder)
 
 
@@ -113,3 +116,143 @@ def test_one_part_can_be_read_without_the_others(tmp_path: Path) -> None:
         np.testing.assert_array_equal(part, group_bytes(layout, KEYS[row], row, 3))
     assert space.tier.stats().read_bytes - before == 3 * PAGE_BYTES
     space.close()
+
+
+# Through the cache
+
+
+def walked(cache: TieredCache, tokens: list[int], step: int = 5) -> None:
+    """Compute what is missing of `tokens`; the walker compares every byte attention would see."""
+    sequence, walker = cache.open(tokens), Walker(cache)
+    while sequence.num_tokens < len(tokens):
+        walker.step([sequence], [tokens[sequence.num_tokens : sequence.num_tokens + step]])
+    check_cache(cache, [sequence])
+    cache.release(sequence)
+
+
+@pytest.mark.parametrize("windows", [1, 3])
+@pytest.mark.parametrize("split", SPLITS)
+def test_attention_sees_right_bytes_through_a_real_file_and_a_restart(
+    split: Split, windows: int, tmp_path: Path
+) -> None:
+    tokens = list(range(100, 144))
+    for start in (0, 44):
+        space = opened(tmp_path, split, num_slots=12)
+        layout = space.tier.layout
+        cache = small_cache(
+            layout, space.tier, dram_groups=2, windows=windows
+        )  # too small: the file is read all the time
+        match = cache.match(tokens)
+        assert match.num_tokens == start
+        assert match.file_bytes == start * layout.shape.bytes_per_token
+        walked(cache, [*tokens, 7, 8, 9])
+        assert space.tier.stats().num_reads > 0
+        cache.close()
+        space.close()
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_one_matched_byte_is_counted_once_wherever_its_parts_lie(split: Split) -> None:
+    layout = small_layout(split=split)
+    cache = small_cache(layout, sim_tier(SimDrive(MODEL), layout, 8))
+    walked(cache, list(range(24)), step=8)
+    cache.flush()
+    cache.windows.resize(64, 2)  # nothing is on the device any more
+    unit = int(cache.match(list(range(24))).units[1])
+    dropped = layout.layer_fragments(1)[-1]  # the last part of a layer, of the second group
+    cache.ledger.free_frames(cache.ledger.frames[unit, [dropped]])
+    match = cache.match(list(range(24)))
+    assert (match.device_bytes, match.file_bytes) == (0, layout.fragment_bytes[dropped])
+    assert match.dram_bytes == 24 * layout.shape.bytes_per_token - match.file_bytes
+    before = cache.usage()["file"].read_bytes
+    walked(cache, [*range(24), 1])
+    assert cache.usage()["file"].read_bytes - before == layout.fragment_padded_bytes[dropped]
+    cache.close()
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_new_kv_lies_in_frames_as_in_slots_with_a_window_or_without(split: Split) -> None:
+    layout = small_layout(split=split)
+    cache, tokens = small_cache(layout), list(range(13))
+    sequence = cache.open()
+    for start, end in ((0, 5), (5, 13)):
+        cache.begin_step(sequence, end - start)
+        for layer in range(layout.num_layers):
+            cache.write(sequence, layer, *kv_rows(tokens, layer, start, end))
+        cache.seal(sequence, tokens[start:end])
+    ledger = cache.ledger
+    for group, unit in enumerate(sequence.table.units):
+        num = min(8, 13 - 8 * group)
+        for layer in range(layout.num_layers):
+            k, v = kv_rows(tokens, layer, 8 * group, 8 * group + num)
+            held = [ledger.frame_pool.rows[ledger.frames[unit, part]] for part in layout.layer_fragments(layer)]
+            if split == "none":
+                parts = [(held[0][: 8 * 256], k), (held[0][8 * 256 : 16 * 256], v)]
+            elif split == "kv":
+                parts = [(held[0][: 8 * 256], k), (held[1][: 8 * 256], v)]
+            else:  # two heads of 128 bytes
+                parts = [
+                    (held[head][at * 1024 : (at + 1) * 1024], rows[:, head * 128 : (head + 1) * 128])
+                    for head in range(2)
+                    for at, rows in enumerate((k, v))
+                ]
+            for got, want in parts:
+                np.testing.assert_array_equal(got.reshape(8, -1)[:num], want)
+                assert not got.reshape(8, -1)[num:].any()
+    Walker(cache).step([sequence], [[50, 51]])  # what no window ever held is copied to one, and compared
+    check_cache(cache, [sequence])
+    cache.close()
+
+
+def test_a_window_of_another_layer_is_refused() -> None:
+    cache = small_cache(small_layout())
+    sequence = cache.open()
+    cache.resize(8, 8, 1)
+    cache.begin_step(sequence, 1)
+    window = cache.layer([sequence], 0, cause="decode-read")
+    with pytest.raises(AssertionError, match="another layer"):
+        cache.write(sequence, 1, *kv_rows([1], 1, 0, 1), window=window)
+    cache.close()
+
+
+@pytest.mark.parametrize("split", ["kv", "head"])
+def test_a_bad_part_loses_the_group_and_only_that(split: Split) -> None:
+    layout, drive = small_layout(split=split), SimDrive(MODEL)
+    cache = small_cache(layout, sim_tier(drive, layout, 8))
+    walked(cache, list(range(32)), step=8)
+    cache.close()
+    tier = sim_tier(drive, layout, 8)
+    cache = small_cache(layout, tier)
+    sequence = cache.open(list(range(33)))
+    unit = sequence.table.units[2]
+    slot = tier._slot_of[cache.ledger.stored_key[unit].tobytes()]
+    file = drive.lookup(tier._fd).file
+    for part in layout.layer_fragments(1):
+        file.write(PAGE_BYTES + slot * layout.slot_bytes + layout.fragment_offset[part], b"rot")
+    with pytest.raises(LostKv) as lost:
+        Walker(cache).step([sequence], [[32]])
+    assert lost.value.units.tolist() == [unit]
+    assert (tier.stats().num_corrupt, tier.stats().num_groups) == (2, 3)
+    assert cache.heal(sequence) == 16
+    Walker(cache).step([sequence], [list(range(16, 33))])
+    check_cache(cache, [sequence])
+    cache.close()
+
+
+def test_many_heads_fit_the_least_dram_that_is_allowed() -> None:
+    """More heads than the frames that are always spare: all parts of a layer must find room together."""
+    layer = LayerShape(k_bytes=256, v_bytes=256, num_heads=16)
+    shape = KVShape(dtype=Dtype.BF16, layers=(layer,) * 3, layer_index=(0, 1, 2))
+    layout = SlotLayout(shape, 4, 2, "head")
+    least = (2 * 3 * 16 + 16) * PAGE_BYTES
+    digest = small_identity(layout).digest()
+    with pytest.raises(ConfigError, match="--dram"):
+        TieredCache(layout, digest, CpuArena(1 << 20), CacheOptions(dram_bytes=least - 1))
+    cache = TieredCache(
+        layout, digest, CpuArena(64 * 512), CacheOptions(dram_bytes=least), tier=sim_tier(SimDrive(MODEL), layout, 16)
+    )
+    for _ in range(2):
+        walked(cache, list(range(60)), step=4)
+        cache.flush()
+    assert cache.usage()["file"].read_bytes > 0
+    cache.close()

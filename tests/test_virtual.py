@@ -20,7 +20,7 @@ from kvtide.io.sim import VirtualClock
 from kvtide.planner.driver import Driver, TurnTimes
 from kvtide.planner.timed import Sleeper
 from kvtide.planner.virtual import Budgets, HostCosts, VirtualMover, make_hollow_rows, reopened, virtual_cache
-from kvtide.spec import Dtype, KVShape, LayerShape, SlotLayout
+from kvtide.spec import Dtype, KVShape, LayerShape, SlotLayout, Split
 from kvtide.tiers.memory import HollowFramePool
 from kvtide.tiers.namespace import open_namespace
 from kvtide.trace.record import Recorder
@@ -128,10 +128,10 @@ def test_a_hollow_engine_keeps_depth_and_order_of_the_device() -> None:
     engine.close()
 
 
-def layout_of(group_blocks: int) -> SlotLayout:
+def layout_of(group_blocks: int, split: Split = "none") -> SlotLayout:
     layer = LayerShape(k_bytes=512, v_bytes=512, num_heads=2)
     shape = KVShape(dtype=Dtype.BF16, layers=(layer,) * 6, layer_index=tuple(range(6)))
-    return SlotLayout(shape, 16, group_blocks)
+    return SlotLayout(shape, 16, group_blocks, split)
 
 
 def counts(recorder: Recorder, start: int) -> tuple[int, int, int]:
@@ -155,12 +155,12 @@ def run_turns(driver: Driver, recorder: Recorder) -> list[tuple[int, tuple[int, 
     return found
 
 
-@pytest.mark.parametrize("group_blocks", [1, 4])
+@pytest.mark.parametrize(("group_blocks", "split"), [(1, "none"), (4, "none"), (4, "kv"), (2, "head")])
 @pytest.mark.parametrize(("device", "dram"), [(0.5, 0.7), (0.9, 0.4), (2.0, 3.0)])
 def test_virtual_and_real_tiers_do_the_same_operations(
-    tmp_path: Path, group_blocks: int, device: float, dram: float
+    tmp_path: Path, group_blocks: int, split: Split, device: float, dram: float
 ) -> None:
-    layout = layout_of(group_blocks)
+    layout = layout_of(group_blocks, split)
     whole = 800 * layout.shape.bytes_per_token
     budgets = Budgets(int(device * whole) // 64 * 64, int(dram * whole) + 4 * MIB, 8 * whole)
     virtual_recorder, real_recorder = Recorder(), Recorder()

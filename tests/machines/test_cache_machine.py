@@ -14,6 +14,7 @@ from kvtide.cache.sequence import Sequence
 from kvtide.errors import IoError
 from kvtide.io.drive import SimDrive
 from kvtide.io.sim import NO_FAULTS, Faults
+from kvtide.spec import SPLITS, Split
 from simkv import MODEL, check_cache, sim_tier
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=10)  # few kinds, so that prefixes are often shared
@@ -26,7 +27,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layout, self.drive = small_layout(), SimDrive(MODEL)
+        self.drive = SimDrive(MODEL)
         self.live: list[Sequence] = []
         self.known: list[list[int]] = [[]]
         self.num_opened = 0
@@ -39,11 +40,12 @@ class CacheMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["through", "back"]),
         evictor=st.sampled_from(["lip", "lru", "fifo"]),
         has_tier=st.sampled_from([True, True, True, False]),
+        split=st.sampled_from(SPLITS),
     )
     def begin(
-        self, num_slots: int, dram_groups: int, windows: int, policy: str, evictor: str, *, has_tier: bool
+        self, num_slots: int, dram_groups: int, windows: int, policy: str, evictor: str, *, has_tier: bool, split: Split
     ) -> None:
-        self.num_slots, self.has_tier = num_slots, has_tier
+        self.num_slots, self.has_tier, self.layout = num_slots, has_tier, small_layout(split=split)
         self.knobs = {"dram_groups": dram_groups, "windows": windows, "policy": policy, "evictor": evictor}
         self._open_cache()
 

@@ -1,7 +1,8 @@
 """The tiered cache of KV."""
 
+from kvtide.cache.options import CacheOptions
 from kvtide.cache.sequence import Match, Sequence
-from kvtide.cache.tiered import CacheOptions, TieredCache
+from kvtide.cache.tiered import TieredCache
 from kvtide.cache.traffic import LostKv
 from kvtide.cache.windows import CpuArena
 

@@ -44,7 +44,7 @@ class Growth:
         tail = sequence.table.units[-1] if filled else -1
         is_copied = tail >= 0 and (int(ledger.pool.counts()[tail]) > 1 or int(ledger.num_tokens[tail]) != filled)
         num_units = -(-(filled + num_tokens) // group) - (tail >= 0) + is_copied
-        return Needs(num_tokens, filled, tail, is_copied, num_units, num_units * self._layout.num_layers)
+        return Needs(num_tokens, filled, tail, is_copied, num_units, num_units * self._layout.num_fragments)
 
     def grow(self, sequence: Sequence, needs: Needs, frames: Ids | None) -> bool:
         """Extend the table and give every new unit its frames; False, and nothing changed, where room is short.
@@ -78,7 +78,7 @@ class Growth:
         )
 
     def _extend(self, sequence: Sequence, needs: Needs, frames: Ids) -> None:
-        ledger, num_layers, tail = self._ledger, self._layout.num_layers, needs.tail
+        ledger, num_fragments, tail = self._ledger, self._layout.num_fragments, needs.tail
         if needs.is_copied:
             self.close_tail(sequence)
             ledger.pool.share(np.array([tail]))  # so that the table copies also what only this sequence holds
@@ -89,7 +89,7 @@ class Growth:
         units = np.array([*([grown.copy[1]] if grown.copy else []), *grown.new_units], np.int64)
         ledger.begin(units)
         ledger.frame_pool.clear(frames)
-        ledger.bind(frames, np.repeat(units, num_layers), np.tile(np.arange(num_layers), len(units)))
+        ledger.bind(frames, np.repeat(units, num_fragments), np.tile(np.arange(num_fragments), len(units)))
         if grown.copy:
             self._copy_unit(sequence, grown.copy[0], grown.copy[1], needs.filled)
         touched = grown.spans[:, 0]

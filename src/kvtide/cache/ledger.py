@@ -23,12 +23,12 @@ Ids = npt.NDArray[np.int64]
 class Ledger:
     """State of all units and of the DRAM frames that hold their fragments.
 
-    Shapes: per unit [num_units]; frames [num_units, L], -1 where a fragment is not in DRAM.
+    Shapes: per unit [num_units]; frames [num_units, F], -1 where a fragment is not in DRAM.
     """
 
     def __init__(self, layout: SlotLayout, *, num_units: int, frame_pool: FramePool, evictor: str) -> None:
         self.layout = layout
-        num_layers, group = layout.num_layers, layout.group_blocks
+        group = layout.group_blocks
         self.pool, self.index = UnitPool(num_units), PrefixIndex()
         self.recency = Lru(num_units)
         self.uid = np.full(num_units, -1, np.int64)
@@ -41,11 +41,11 @@ class Ledger:
         self.opener = np.full(num_units, -1, np.int64)  # the sequence that appends to it; -1: none
         self.is_busy = np.zeros(num_units, np.bool_)
         self.was_refused = np.zeros(num_units, np.bool_)  # the tier below did not take it
-        self.frames = np.full((num_units, num_layers), -1, np.int64)
+        self.frames = np.full((num_units, layout.num_fragments), -1, np.int64)
         self.frame_pool, num_frames = frame_pool, frame_pool.num_frames
         self.frame_evictor = make_evictor(evictor, num_frames)
         self.frame_unit = np.full(num_frames, -1, np.int64)
-        self.frame_layer = np.zeros(num_frames, np.int64)
+        self.frame_fragment = np.zeros(num_frames, np.int64)
         self.pins = np.zeros(num_frames, np.int32)
         self._next_uid = 0
         self._holders: dict[bytes, set[int]] = {}  # units whose copy below is the group with this key
@@ -189,18 +189,18 @@ class Ledger:
 
     # Frames
 
-    def bind(self, frames: Ids, units: Ids, layers: Ids) -> None:
-        """Let `frames` hold the fragments (unit, layer)."""
-        self.frames[units, layers] = frames
-        self.frame_unit[frames], self.frame_layer[frames] = units, layers
+    def bind(self, frames: Ids, units: Ids, fragments: Ids) -> None:
+        """Let `frames` hold the fragments (unit, fragment)."""
+        self.frames[units, fragments] = frames
+        self.frame_unit[frames], self.frame_fragment[frames] = units, fragments
         # Frames are reused for other content, which evictors with a memory tell apart by key.
-        keys = (self.uid[units] * self.layout.num_layers + layers).astype(np.uint64)
+        keys = (self.uid[units] * self.layout.num_fragments + fragments).astype(np.uint64)
         self.frame_evictor.admit(frames, Facts(keys=keys))
 
     def free_frames(self, frames: Ids) -> None:
         """Give frames back; -1 stands for none."""
         frames = frames[frames >= 0]
-        self.frames[self.frame_unit[frames], self.frame_layer[frames]] = -1
+        self.frames[self.frame_unit[frames], self.frame_fragment[frames]] = -1
         self.frame_unit[frames] = -1
         self.frame_evictor.forget(frames)
         self.frame_pool.give(frames)

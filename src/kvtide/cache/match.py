@@ -35,16 +35,18 @@ def find_prefix(ledger: Ledger, windows: Windows, tokens: Ids, *, root: bytes) -
 
 def _locate(ledger: Ledger, windows: Windows, match: Match) -> None:
     """Fill in which tier holds how much of a match, counting each byte in the fastest tier that has it."""
-    group, layers = ledger.layout.tokens_per_group, ledger.layout.shape.layers
+    layout, group = ledger.layout, ledger.layout.tokens_per_group
+    part_bytes = np.array(layout.fragment_bytes) // group  # of one token
     tokens = np.full(len(match.units), group, np.int64)
     if len(tokens):
         tokens[-1] = match.num_tokens - (len(tokens) - 1) * group
     uids, begins = ledger.uid[match.units], np.arange(len(tokens)) * group
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(layout.shape.layers):
         window = windows.find(index)
         on_device = min(window.common_tokens(0, uids, group), match.num_tokens) if window is not None else 0
-        is_in_dram = ledger.frames[match.units, index] >= 0
+        parts = slice(index * layout.parts_per_layer, (index + 1) * layout.parts_per_layer)
+        bytes_in_dram = (ledger.frames[match.units, parts] >= 0) @ part_bytes[parts]  # of a token of each unit
         in_both = np.clip(on_device - begins, 0, tokens)
         match.device_bytes += on_device * layer.token_bytes
-        match.dram_bytes += int(((tokens - in_both) * is_in_dram).sum()) * layer.token_bytes
-    match.file_bytes = match.num_tokens * ledger.layout.shape.bytes_per_token - match.device_bytes - match.dram_bytes
+        match.dram_bytes += int((tokens - in_both) @ bytes_in_dram)
+    match.file_bytes = match.num_tokens * layout.shape.bytes_per_token - match.device_bytes - match.dram_bytes

@@ -15,53 +15,30 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtide.blocks import BlockTable, chain_root
-from kvtide.cache.choice import REUSES, Choice, Pace, Reuse, choose, tokens_in_memory
+from kvtide.cache.account import object_event, usage
+from kvtide.cache.choice import Choice, Pace, choose, tokens_in_memory
 from kvtide.cache.growth import Growth
 from kvtide.cache.ledger import Ledger
 from kvtide.cache.loader import Loader
 from kvtide.cache.match import find_prefix
 from kvtide.cache.mover import DEMAND, WRITE_BACK, Mover
+from kvtide.cache.options import CacheOptions, check_dram
+from kvtide.cache.parts import Rows, put_rows
 from kvtide.cache.sequence import Match, Sequence
-from kvtide.cache.traffic import SPARE_FRAMES, FillCounts, Traffic
+from kvtide.cache.traffic import Traffic
 from kvtide.cache.warm import warm_for
 from kvtide.cache.windows import DeviceArena, Window, Windows
-from kvtide.errors import ConfigError, IoError
+from kvtide.errors import IoError
 from kvtide.spec import SlotLayout
 from kvtide.tiers.contract import Cause, Tier, TierStats
 from kvtide.tiers.file import FileTier
 from kvtide.tiers.memory import FramePool
-from kvtide.trace.events import CAUSES
-from kvtide.trace.record import OBJECT_EVENT, Recorder
-from kvtide.units import format_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class CacheOptions:
-    """Knobs of a cache. None changes results; all change speed and room."""
-
-    dram_bytes: int
-    write_policy: Literal["through", "back"] = "through"
-    evictor: str = "lip"
-    is_prefetching: bool = True
-    reuse: Reuse = "auto"  # of what is kept below DRAM: if loading is faster than computing, or always, or never
-
-
-def check_dram(layout: SlotLayout, dram_bytes: int) -> None:
-    """Raise ConfigError unless `dram_bytes` are enough for a cache to work with."""
-    least_bytes = (2 * layout.num_layers + SPARE_FRAMES) * max(layout.fragment_padded_bytes)
-    if dram_bytes < least_bytes:
-        raise ConfigError(
-            f"DRAM of {format_bytes(dram_bytes)} is too small: two groups of every layer are needed, "
-            f"{format_bytes(least_bytes)}; type --dram {-(-least_bytes // 2**20)}MiB or more, "
-            f"or a smaller --group-blocks"
-        )
+from kvtide.trace.record import Recorder
 
 
 class TieredCache:
@@ -86,14 +63,10 @@ class TieredCache:
     ) -> None:
         """Make a cache. `frame_pool` keeps its frames, jobs run on `mover` (None: a thread of its own).
 
-        Raises: ConfigError for budgets too small, or unknown names.
+        Raises: ConfigError for budgets too small, or an unknown evictor.
         """
         check_dram(layout, options.dram_bytes)
         frame_bytes = max(layout.fragment_padded_bytes)
-        if options.reuse not in REUSES:
-            raise ConfigError(f"unknown reuse {options.reuse!r}; type {', '.join(REUSES)}")
-        if options.write_policy not in {"through", "back"}:
-            raise ConfigError(f"unknown write policy {options.write_policy!r}; type through or back")
         pool = frame_pool(options.dram_bytes // frame_bytes, frame_bytes)
         num_slots = tier.stats().capacity_bytes // layout.slot_bytes if tier is not None else 0
         self.layout, self._options, self._tier, self._clock = layout, options, tier, clock
@@ -246,7 +219,7 @@ class TieredCache:
             return
         raise IoError(
             errno.ENOSPC,
-            f"no tier has room for {num_tokens} more tokens: {needs.num_units} groups of {self.layout.num_layers} "
+            f"no tier has room for {num_tokens} more tokens: {needs.num_units} groups of {self.layout.num_fragments} "
             f"fragments in DRAM are needed beside what the open sequences hold; type a larger --dram or --disk, or a "
             f"smaller --group-blocks",
         )
@@ -261,7 +234,11 @@ class TieredCache:
         window, counts = self._loader.load(sequences, layer, cause)
         waited_ns = self._clock() - started
         self.wait_ns += waited_ns
-        self._note(sequences, layer, cause, counts, started, waited_ns)
+        if self._recorder is not None:
+            token_bytes, step = self.layout.shape.layers[layer].token_bytes, self._num_steps - 1
+            event = object_event(sequences, layer, cause, counts, token_bytes=token_bytes, started_ns=started,
+                                 waited_ns=waited_ns, step=step)  # fmt: skip
+            self._recorder.record_objects(event)
         return window
 
     def prefetch(self, sequences: list[Sequence], layer: int, *, is_written: bool = False) -> None:
@@ -270,25 +247,22 @@ class TieredCache:
             self._loader.prefetch(sequences, layer, is_written=is_written)
 
     def write(
-        self, sequence: Sequence, row: int, window: Window, k: npt.NDArray[np.uint8], v: npt.NDArray[np.uint8]
+        self, sequence: Sequence, layer: int, k: Rows, v: Rows, *, window: Window | None = None, row: int = 0
     ) -> None:
-        """Keep the KV this step computed for the window's layer; the caller has put it into the window already.
+        """Keep the KV this step computed for `layer`.
 
+        The caller has put it into row `row` of `window`, which holds that layer, already; None: only DRAM gets it.
         Shapes: k [T, k_bytes of a token], v [T, v_bytes].
         """
         assert sequence.pending is not None, "no step was begun"
-        layer = window.layer
-        shape, k_part = self.layout.shape.layers[layer], self.layout.k_bytes[layer]
-        pool, done = self.ledger.frame_pool, 0
+        assert window is None or window.layer == layer, "the window holds another layer"
+        parts = self.layout.layer_fragments(layer)
         with self._lock:
-            frames = self.ledger.frames[sequence.pending[:, 0], layer].tolist()
+            frames = self.ledger.frames[sequence.pending[:, 0], parts.start : parts.stop]
         # Bytes move outside the lock: frames of open units stay theirs.
-        for index, (_, start, end) in zip(frames, sequence.pending.tolist(), strict=True):
-            rows = slice(done, done + end - start)
-            pool.put(index, 0, shape.k_bytes, start, k[rows])
-            if shape.v_bytes:
-                pool.put(index, k_part, shape.v_bytes, start, v[rows])
-            done = rows.stop
+        put_rows(self.ledger.frame_pool, self.layout, layer, frames, sequence.pending, k, v)
+        if window is None:
+            return
         with self._lock:
             window.uids[row] = self.ledger.uid[sequence.units]
             window.num_tokens[row] = len(sequence.tokens) + sequence.num_pending
@@ -358,13 +332,9 @@ class TieredCache:
 
         `num_groups` counts windows on the device, and groups that are whole in DRAM.
         """
-        pool = self.ledger.frame_pool
         with self._lock:
-            device = TierStats(capacity_bytes=self.windows.arena.num_bytes, used_bytes=self.windows.used_bytes())
-            device.num_groups = len(self.windows.windows)
-            dram = TierStats(capacity_bytes=pool.num_frames * pool.frame_bytes, used_bytes=self.ledger.used_bytes())
-            dram.num_groups = int(self.ledger.is_resident().sum())
-        return {"device": device, "dram": dram} | ({"file": self._tier.stats()} if self._tier is not None else {})
+            found = usage(self.ledger, self.windows)
+        return found | ({"file": self._tier.stats()} if self._tier is not None else {})
 
     @property
     def num_refused(self) -> int:
@@ -377,24 +347,3 @@ class TieredCache:
             return job.result()
         finally:
             self.wait_ns += self._clock() - started
-
-    def _note(
-        self, sequences: list[Sequence], layer: int, cause: Cause, counts: FillCounts, started: int, waited_ns: int
-    ) -> None:
-        if self._recorder is None:
-            return
-        num_tokens = sum(len(sequence.tokens) for sequence in sequences)
-        event = (
-            started,
-            sequences[0].sequence_id,
-            layer,
-            CAUSES.index(cause),
-            num_tokens,
-            num_tokens * self.layout.shape.layers[layer].token_bytes,
-            counts.dram_bytes,
-            counts.file_bytes,
-            waited_ns,
-            self._num_steps - 1,
-            sum(sequence.num_pending for sequence in sequences),
-        )
-        self._recorder.record_objects(np.array([event], OBJECT_EVENT))

@@ -17,12 +17,13 @@ import numpy.typing as npt
 from kvtide.blocks import KeyArray
 from kvtide.cache.choice import Pace
 from kvtide.cache.ledger import Ids, Ledger
+from kvtide.cache.options import spare_frames
+from kvtide.cache.parts import fill_rows
 from kvtide.cache.windows import Window, Windows
 from kvtide.errors import Corrupt, IoError
 from kvtide.tiers.contract import FAILED, FULL, OK, READ_REQUEST, Cause, Statuses, Tier
 
-STAGING_BYTES_MAX = 64 << 20  # fragments read in one go: enough to keep any drive busy
-SPARE_FRAMES = 8  # never filled with what cannot go, so that there are always some to read into
+STAGING_BYTES_MAX = 64 << 20  # of fragments read in one go: enough to keep any drive busy
 STORE_UNITS_MAX = 4  # units stored by one job, so that a reader waits for few
 
 
@@ -57,10 +58,12 @@ class Traffic:
         self._pace, self._now_ns = pace, now_ns
         self._ledger, self._windows, self._tier, self._lock = ledger, windows, tier, lock
         self._layout = ledger.layout
+        self._padded = np.array(ledger.layout.fragment_padded_bytes, np.int64)
         self._rows = ledger.frame_pool.rows
-        self._staging = max(1, min(STAGING_BYTES_MAX // ledger.frame_pool.frame_bytes, len(self._rows) // 2))
+        staged = min(STAGING_BYTES_MAX // ledger.frame_pool.frame_bytes, len(self._rows) // 2)
+        self._staging = max(1, staged // self._layout.parts_per_layer)  # units read in one go
         self._filling = np.zeros(0, np.int64)
-        self.reserve = SPARE_FRAMES if tier is not None else 0
+        self.reserve = spare_frames(self._layout) if tier is not None else 0
         self.num_refused = 0
 
     # DRAM and file to device
@@ -111,76 +114,67 @@ class Traffic:
         cause: Cause,
     ) -> int:
         """Copy the fragments of as many of `units` as DRAM has room for; return how many."""
-        units = units[: self._staging]
+        layout, units = self._layout, units[: self._staging]
+        num_parts, parts = layout.parts_per_layer, layout.layer_fragments(layer)
         with self._lock:
-            frames = self._ledger.frames[units, layer]
+            frames = self._ledger.frames[units, parts.start : parts.stop].reshape(-1)  # one row a unit, laid end to end
             absent = np.flatnonzero(frames < 0)
             self._pin(frames[frames >= 0], 1)
         taken = self._room(len(absent))
         if len(taken) < len(absent):
-            keep = int(absent[len(taken)])
+            keep = int(absent[len(taken)]) // num_parts  # units of which every part has a frame
+            absent = absent[absent < keep * num_parts]
             with self._lock:
-                self._pin(frames[keep:][frames[keep:] >= 0], -1)
+                rest = frames[keep * num_parts :]
+                self._pin(rest[rest >= 0], -1)
+                self._ledger.frame_pool.give(taken[len(absent) :])
             if not keep and len(units) > 1:  # what is read later may be in the way
                 return self._fill_run(window, layer, row, first, units[:1], num_tokens, counts, cause)
             if not keep:
                 raise IoError(errno.ENOSPC, "DRAM has no frame to read into; type a larger --dram")
-            units, frames, absent = units[:keep], frames[:keep], absent[: len(taken)]
+            units, frames, taken = units[:keep], frames[: keep * num_parts], taken[: len(absent)]
         frames[absent] = taken
+        wanted, fragments = units[absent // num_parts], parts.start + absent % num_parts
         statuses = np.full(len(taken), FAILED, np.uint8)
         try:
-            statuses = self._read(units[absent], layer, taken, cause)
-            self._copy(window, layer, row, first, frames, num_tokens)
+            statuses = self._read(wanted, fragments, taken, cause)
+            by_unit = frames.reshape(-1, num_parts)
+            fill_rows(self._windows, window, row, first, layout, self._rows, by_unit, num_tokens)
         finally:
             with self._lock:
                 frames[absent] = -1
                 self._pin(frames[frames >= 0], -1)
                 self._ledger.frame_evictor.touch(frames[frames >= 0])
-                lost, keys = self._settle(units[absent], taken, layer, statuses)
+                lost, keys = self._settle(wanted, fragments, taken, statuses)
         if len(lost):
             self._drop(keys)
             raise LostKv(lost)
-        size = self._layout.fragment_padded_bytes[layer]
-        counts.file_bytes += len(taken) * size
-        counts.dram_bytes += (len(units) - len(taken)) * size
+        num_read = int(self._padded[fragments].sum())
+        counts.file_bytes += num_read
+        counts.dram_bytes += len(units) * layout.layer_padded_bytes(layer) - num_read
         return len(units)
 
-    def _settle(self, units: Ids, taken: Ids, layer: int, statuses: Statuses) -> tuple[Ids, KeyArray]:
-        """Keep what was read as a DRAM copy, give up what could not be read; return that, and its keys below."""
+    def _settle(self, units: Ids, fragments: Ids, taken: Ids, statuses: Statuses) -> tuple[Ids, KeyArray]:
+        """Keep what was read as a DRAM copy, give up what could not be read; return the units of that, and their keys.
+
+        Shapes: units, fragments, taken, statuses [n].
+        """
         ledger = self._ledger
-        keep = (statuses == OK) & (ledger.frames[units, layer] < 0)
-        ledger.bind(taken[keep], units[keep], np.full(int(keep.sum()), layer))
+        keep = (statuses == OK) & (ledger.frames[units, fragments] < 0)
+        ledger.bind(taken[keep], units[keep], fragments[keep])
         ledger.frame_pool.give(taken[~keep])
-        lost = units[statuses != OK]
+        lost = np.unique(units[statuses != OK])
         return lost, ledger.lose(lost)
 
-    def _read(self, units: Ids, layers: Ids | int, frames: Ids, cause: Cause) -> Statuses:
-        """Read the fragments (unit, layer) into `frames`. Shapes: units, frames [n]; layers [n], or one for all."""
+    def _read(self, units: Ids, fragments: Ids, frames: Ids, cause: Cause) -> Statuses:
+        """Read the fragments (unit, fragment) into `frames`. Shapes: units, fragments, frames [n]."""
         if not len(units):
             return np.zeros(0, np.uint8)
         assert self._tier is not None, "a fragment is in no tier"
         requests = np.zeros(len(units), READ_REQUEST)
-        requests["row"], requests["fragment"] = np.arange(len(units)), layers
+        requests["row"], requests["fragment"] = np.arange(len(units)), fragments
         requests["address"] = self._ledger.frame_pool.addresses(frames)
         return self._tier.read(self._ledger.stored_key[units], requests, cause=cause)
-
-    def _copy(self, window: Window, layer: int, row: int, first: int, frames: Ids, num_tokens: int) -> None:
-        """Copy K and V parts of frames into the window's rows, the last one only as far as it is filled."""
-        layout, windows = self._layout, self._windows
-        shape, group = layout.shape.layers[layer], layout.tokens_per_group
-        num_full = min(len(frames), num_tokens // group - first)
-        k_part, v_part = layout.k_bytes[layer], group * shape.v_bytes
-        for start, part, offset in (
-            (0, k_part, windows.k_offset(window, row, first * group)),
-            (k_part, v_part, windows.v_offset(window, row, first * group)),
-        ):
-            if not part:  # K and V share one row
-                continue
-            for index in range(num_full):
-                windows.arena.write(offset + index * part, self._rows[frames[index], start : start + part])
-            if num_full < len(frames):
-                length = (num_tokens - (first + num_full) * group) * part // group
-                windows.arena.write(offset + num_full * part, self._rows[frames[num_full], start : start + length])
 
     # DRAM to file
 

@@ -28,7 +28,7 @@ class DeviceArena(Protocol):
     num_bytes: int
 
     def write(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
-        """Copy host bytes to `offset`."""
+        """Copy host bytes to `offset`, in the order of `data`'s indices, whatever its strides."""
 
     def populate(self, start: int, num_bytes: int) -> None:
         """Have a part committed, where memory is committed as it is touched."""
@@ -38,7 +38,7 @@ class CpuArena(Arena):
     """Device memory on a machine whose device is the CPU."""
 
     def write(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
-        self.buffer[offset : offset + data.size] = data.reshape(-1)
+        self.buffer[offset : offset + data.size].reshape(data.shape)[...] = data
 
 
 @dataclass(slots=True)

@@ -129,7 +129,7 @@ class Driver:
             window = cache.layer(sequences, layer, cause=cause)
             k, v = self._make(num_new, shape.k_bytes), self._make(num_new, shape.v_bytes)
             for row, sequence in enumerate(sequences):
-                cache.write(sequence, row, window, k, v)
+                cache.write(sequence, layer, k, v, window=window, row=row)
             is_last = layer == num_layers - 1
             cache.prefetch(sequences, (layer + 1) % num_layers, is_written=is_last)
             if not is_last:

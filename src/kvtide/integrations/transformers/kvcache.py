@@ -102,7 +102,8 @@ class TieredKv(Cache):  # type: ignore[misc]
         all_k[:, :, num_old:].copy_(k)
         all_v[:, :, num_old:].copy_(v)
         for row, sequence in enumerate(self.sequences):
-            self.cache.write(sequence, row, window, _rows(all_k[row, :, num_old:]), _rows(all_v[row, :, num_old:]))
+            new_k, new_v = _rows(all_k[row, :, num_old:]), _rows(all_v[row, :, num_old:])
+            self.cache.write(sequence, layer, new_k, new_v, window=window, row=row)
         is_last = layer == self._num_layers - 1
         self.cache.prefetch(self.sequences, (layer + 1) % self._num_layers, is_written=is_last)
         if is_last:

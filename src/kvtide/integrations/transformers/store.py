@@ -20,8 +20,8 @@ import torch
 
 from kvtide.cache import CacheOptions, CpuArena, LostKv, TieredCache
 from kvtide.cache.choice import Pace, Reuse
+from kvtide.cache.options import check_dram
 from kvtide.cache.steps import next_prefill_end
-from kvtide.cache.tiered import check_dram
 from kvtide.cache.windows import DeviceArena
 from kvtide.errors import ConfigError, UnsupportedError
 from kvtide.integrations.transformers.kvcache import TieredKv
