@@ -55,6 +55,21 @@ def test_verify_at_a_tenth_of_the_kv_and_after_a_restart(dtype: str, tmp_path: P
 
 
 @pytest.mark.model
+def test_layouts_have_stores_of_their_own_and_give_the_same_tokens(tmp_path: Path) -> None:
+    common = ["run", "--verify", "--json", "--document", document(tmp_path, 60), "--dir", str(tmp_path / "store")]
+    common += ["--dtype", "bf16", "--max-new-tokens", "2", "--ask", "What follows fact 3?"]
+    for layout, split, group_blocks in (("head-major", "head", "2"), ("block-first", "none", "auto")):
+        done = kvtide(*common, "--layout", layout, "--group-blocks", group_blocks)
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert (report["split"], report["group_blocks"]) == (split, 1 if layout == "block-first" else 2)
+        assert report["tokens_equal"] is True
+        assert report["turns"][0]["matched_tokens"] == 0
+        assert report["tiers"]["file"]["num_groups"] > 0
+    assert len([path for path in (tmp_path / "store").iterdir() if path.is_dir()]) == 2
+
+
+@pytest.mark.model
 def test_chat_reads_questions_from_standard_input_without_a_disk(tmp_path: Path) -> None:
     done = kvtide(
         *["run", "--chat", "--disk", "0", "--document", document(tmp_path, 60), "--max-new-tokens", "3"],

@@ -29,6 +29,8 @@ def kvtide(command: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
         ("--group-blocks 65", "from 1 to 64"),
         ("--group-blocks $(printf '9%.0s' {1..5000})", "from 1 to 64"),
         ("--engine quick", "auto, uring, threads"),
+        ("--layout spiral", "block-first, groups, kv-apart, head-major"),
+        ("--layout block-first --group-blocks 4", "groups of one block"),
         ("--trace .", "no regular file"),
         ("--trace /dev/null", "no regular file"),
         ("--chat --ask why", "one of them"),

@@ -16,7 +16,7 @@ from kvtide.cache.steps import next_prefill_end  # noqa: E402
 from kvtide.errors import ConfigError, UnsupportedError  # noqa: E402
 from kvtide.integrations.transformers import KvStore, LoadedModel, StoreOptions  # noqa: E402
 from kvtide.integrations.transformers.turns import Clockwork  # noqa: E402
-from kvtide.spec import Dtype, ModelSpec  # noqa: E402
+from kvtide.spec import Dtype, ModelSpec, Split  # noqa: E402
 from kvtide.tiers.contract import FAILED  # noqa: E402
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 300}
@@ -81,6 +81,24 @@ def test_same_tokens_as_transformers_own_cache_before_and_after_a_restart(family
             session.prefill()
             got = session.generate(max_new_tokens=8, do_sample=False)
             assert got.tolist() == expected
+            session.release()
+
+
+@pytest.mark.parametrize("split", ["kv", "head"])
+def test_same_tokens_when_layers_are_split_and_a_store_for_each_split(split: Split, tmp_path: Path) -> None:
+    loaded, ids = small_model(), prompt(300)
+    expected = reference(loaded, ids, max_new_tokens=4, do_sample=False).sequences.tolist()
+    with KvStore(loaded, options(tmp_path)) as store:
+        store.session(ids).prefill()
+        unsplit = store.namespace.path
+    for matched in (0, 288):  # what was stored without a split is not found
+        with KvStore(loaded, options(tmp_path, split=split)) as store:
+            assert store.layout.num_fragments == 2 * 4
+            assert store.namespace.path != unsplit
+            session = store.session(ids)
+            assert session.matched.num_tokens == matched
+            session.prefill()
+            assert session.generate(max_new_tokens=4, do_sample=False).tolist() == expected
             session.release()
 
 

@@ -23,7 +23,7 @@ from kvtide.cli_asking import check_questions, default_document, questions, read
 from kvtide.errors import ConfigError, UnsupportedError
 from kvtide.io.opening import NAMES
 from kvtide.probe.file import find_knee
-from kvtide.spec import KVShape
+from kvtide.spec import KVShape, Split
 from kvtide.spec.layout import BLOCK_TOKENS_MAX, GROUP_BLOCKS_MAX
 from kvtide.trace.extents import traced_file
 from kvtide.trace.file import About
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 RUN_EXAMPLE = "Example: kvtide run --document notes.txt --ask 'What is decided?' --device-memory 16MiB --dram 64MiB"
 DEFAULT_DIR = ".kvtide/store"
 CHAT_TURNS = 64  # that the default budgets have room for
+SPLIT_OF_LAYOUT: dict[str, Split] = {"block-first": "none", "groups": "none", "kv-apart": "kv", "head-major": "head"}
 
 
 def run(
@@ -58,6 +59,14 @@ def run(
             "probe may change auto; KV stored in groups of another size is then not found."
         ),
     ] = "auto",
+    layout: Annotated[
+        str,
+        typer.Option(
+            help="How KV lies in the store: groups (a layer of a group is one piece), block-first (groups of 1 block), "
+            "kv-apart (keys and values are pieces of their own), head-major (every KV head is one). KV stored in "
+            "another layout is not found."
+        ),
+    ] = "groups",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 48,
     samples: Annotated[int, typer.Option(min=1, max=1024, help="Answers drawn for each question from one prompt.")] = 1,
     salt: Annotated[str, typer.Option(help="Tenant: KV is shared only within one salt.")] = "",
@@ -80,6 +89,8 @@ def run(
     given = {"--device-memory": device_memory, "--dram": dram, "--disk": disk}
     sizes = {name: _size(name, text) for name, text in given.items()}
     _check_choices(group_blocks, block_tokens, write_policy, engine, reuse, trace)
+    if _is_block_first(layout, group_blocks):
+        group_blocks = "1"
     check_questions(ask, document, chat=chat)
     text = read_document(document)
     console = Console(stderr=as_json, highlight=False, markup=False, emoji=False)
@@ -106,6 +117,7 @@ def run(
         block_tokens=block_tokens,
         group_blocks=None if knee else int(group_blocks),
         knee_bytes=knee.num_bytes if knee else KNEE_BYTES,
+        split=SPLIT_OF_LAYOUT[layout],
         engine=engine,
         write_policy=write_policy,
         reuse=reuse,
@@ -170,6 +182,22 @@ def _check_choices(
         raise ConfigError(f"--trace: {trace} is no regular file; type another one")
     if trace is not None and not os.access(trace.absolute().parent, os.W_OK | os.X_OK):
         raise ConfigError(f"--trace: {trace.absolute().parent} may not be written to; type another file")
+
+
+def _is_block_first(layout: str, group_blocks: str) -> bool:
+    """Say whether `layout` is groups of one block.
+
+    Raises: ConfigError for a layout that does not exist, or does not go with `group_blocks`.
+    """
+    if layout not in SPLIT_OF_LAYOUT:
+        raise ConfigError(f"--layout is {printable(layout)[:40]!r}; type {', '.join(SPLIT_OF_LAYOUT)}")
+    if layout != "block-first":
+        return False
+    if group_blocks not in {"auto", "1"}:
+        raise ConfigError(
+            f"--layout block-first has groups of one block, but --group-blocks is {group_blocks}; leave one of them out"
+        )
+    return True
 
 
 def _store_options(
@@ -251,14 +279,15 @@ class _Show:
             self._console.print(printable(text, keep="\n"), soft_wrap=True)
 
     def opening(self, store: KvStore) -> None:
-        options, layout = store.options, store.layout
+        options, layout, parts = store.options, store.layout, store.layout.parts_per_layer
         where = "no file tier"
         if store.namespace is not None:
             kind = "direct I/O" if store.namespace.is_direct else "through the page cache"
             where = f"{store.namespace.path} ({store.namespace.engine_name}, {kind})"
         self.line(
             f"{store.loaded.name} in {store.loaded.dtype.value}: {layout.shape.bytes_per_token} B of KV a token, "
-            f"groups of {layout.tokens_per_group} tokens, {format_bytes(layout.fragment_bytes[0])} a layer"
+            f"groups of {layout.tokens_per_group} tokens, {format_bytes(sum(layout.fragment_bytes[:parts]))} a layer"
+            f"{f' in {parts} parts' if parts > 1 else ''}"
         )
         self.line(
             f"device {format_bytes(options.device_bytes)}, DRAM {format_bytes(options.dram_bytes)}, "
@@ -328,6 +357,7 @@ def _report(store: KvStore, turns: list[Turn], *, verify: bool) -> dict[str, Any
         "bytes_per_token": store.layout.shape.bytes_per_token,
         "block_tokens": store.layout.block_tokens,
         "group_blocks": store.layout.group_blocks,
+        "split": store.layout.split,
         "engine": store.namespace.engine_name if store.namespace else None,
         "is_direct": store.namespace.is_direct if store.namespace else None,
         "turns": [dataclasses.asdict(turn) for turn in turns],

@@ -26,7 +26,7 @@ from kvtide.cache.windows import DeviceArena
 from kvtide.errors import ConfigError, UnsupportedError
 from kvtide.integrations.transformers.kvcache import TieredKv
 from kvtide.integrations.transformers.models import LoadedModel
-from kvtide.spec import Identity, KVShape, SlotLayout, auto_group_blocks
+from kvtide.spec import Identity, KVShape, SlotLayout, Split, auto_group_blocks
 from kvtide.tiers.namespace import OpenNamespace, open_namespace
 from kvtide.trace.record import Recorder
 
@@ -39,7 +39,8 @@ LOST_MAX = 8  # every matched group may be lost once; a disk that loses more tha
 class StoreOptions:
     """Budgets and places. `directory` None or `disk_bytes` 0 means no file tier.
 
-    Changes which KV may be reused: block_tokens, group_blocks, knee_bytes, adapter. All else changes speed and room.
+    Changes which KV may be reused: block_tokens, group_blocks, knee_bytes, split, adapter. All else changes speed and
+    room.
     """
 
     device_bytes: int
@@ -49,6 +50,7 @@ class StoreOptions:
     block_tokens: int = 16
     group_blocks: int | None = None  # None: the smallest whose fragments reach the drive's knee
     knee_bytes: int = KNEE_BYTES  # read only where `group_blocks` is None
+    split: Split = "none"  # how layers are cut into fragments: none, kv or head
     adapter: str = ""
     engine: str = "auto"
     write_policy: Literal["through", "back"] = "through"
@@ -69,7 +71,7 @@ class KvStore:
         self.loaded, self.options = loaded, options
         shape = KVShape.of(_as_kept_by_transformers(loaded), loaded.dtype)
         group = options.group_blocks or auto_group_blocks(shape, options.block_tokens, options.knee_bytes)
-        self.layout = SlotLayout(shape, options.block_tokens, group)
+        self.layout = SlotLayout(shape, options.block_tokens, group, options.split)
         self.identity = Identity.of(
             loaded.spec,
             shape,
@@ -79,6 +81,7 @@ class KvStore:
             tokenizer_digest=loaded.tokenizer_digest,
             revision=loaded.revision,
             adapter=options.adapter,
+            split=options.split,
         )
         check_dram(self.layout, options.dram_bytes)  # before the file tier reserves its room
         self._arena, self._tensor = _device_memory(options.device_bytes, loaded.model.device)
