@@ -46,13 +46,16 @@ def open_small(root: Path, layout: SlotLayout, num_slots: int = 16, engine: str 
 
 
 def kv_rows(tokens: list[int], layer: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """K and V [end - start, 256] of tokens start..end: each row depends on every token up to its own."""
+    """K and V [end - start, 256] of tokens start..end: each row depends on every token up to its own.
+
+    No two bytes of a row are alike by rule, so that keys, values and heads are not taken for each other.
+    """
     rows = []
     state = hashlib.sha256(b"%d" % layer)
     for index, token in enumerate(tokens[:end]):
         state.update(token.to_bytes(4, "little"))
         if index >= start:
-            rows.append(np.frombuffer(state.digest() * 16, np.uint8))
+            rows.append(np.frombuffer(hashlib.shake_128(state.digest()).digest(512), np.uint8))
     both = np.array(rows, np.uint8).reshape(-1, 512)
     return both[:, :256], both[:, 256:]
 

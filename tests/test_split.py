@@ -239,20 +239,40 @@ def test_a_bad_part_loses_the_group_and_only_that(split: Split) -> None:
     cache.close()
 
 
-def test_many_heads_fit_the_least_dram_that_is_allowed() -> None:
-    """More heads than the frames that are always spare: all parts of a layer must find room together."""
+def many_heads() -> SlotLayout:
+    """More heads than the frames that are always spare."""
     layer = LayerShape(k_bytes=256, v_bytes=256, num_heads=16)
-    shape = KVShape(dtype=Dtype.BF16, layers=(layer,) * 3, layer_index=(0, 1, 2))
-    layout = SlotLayout(shape, 4, 2, "head")
-    least = (2 * 3 * 16 + 16) * PAGE_BYTES
-    digest = small_identity(layout).digest()
+    return SlotLayout(KVShape(dtype=Dtype.BF16, layers=(layer,) * 3, layer_index=(0, 1, 2)), 4, 2, "head")
+
+
+def least_cache(layout: SlotLayout, more_frames: int) -> TieredCache:
+    """A cache with `more_frames` above the least that is allowed, over a tier with room for 24 groups."""
+    frames = 2 * layout.num_fragments + layout.parts_per_layer + more_frames
+    arena, options = CpuArena(256 * 512), CacheOptions(dram_bytes=frames * PAGE_BYTES)
+    tier = sim_tier(SimDrive(MODEL), layout, 24)
+    return TieredCache(layout, small_identity(layout).digest(), arena, options, tier=tier)
+
+
+def test_many_heads_fit_the_least_dram_that_is_allowed() -> None:
+    """All parts of a layer must find room together."""
     with pytest.raises(ConfigError, match="--dram"):
-        TieredCache(layout, digest, CpuArena(1 << 20), CacheOptions(dram_bytes=least - 1))
-    cache = TieredCache(
-        layout, digest, CpuArena(64 * 512), CacheOptions(dram_bytes=least), tier=sim_tier(SimDrive(MODEL), layout, 16)
-    )
+        least_cache(many_heads(), -1)
+    cache = least_cache(many_heads(), 0)
     for _ in range(2):
         walked(cache, list(range(60)), step=4)
         cache.flush()
     assert cache.usage()["file"].read_bytes > 0
+    cache.close()
+
+
+def test_frames_for_some_parts_of_a_group_go_back_where_the_others_have_none() -> None:
+    """Two open tails leave room for the parts of one group and five more."""
+    cache = least_cache(many_heads(), 5)
+    live = [cache.open(), cache.open()]
+    walker, tokens = Walker(cache), list(range(60))
+    for start in range(0, 60, 4):
+        walker.step(live, [tokens[start : start + 4], [900 + token for token in tokens[start : start + 4]]])
+    cache.windows.resize(128, 2)  # the windows are empty, so that all of both rows is read again
+    walker.step(live, [[70], [71]])
+    check_cache(cache, live)
     cache.close()
