@@ -29,8 +29,9 @@ from kvtide.cache.match import find_prefix
 from kvtide.cache.mover import DEMAND, WRITE_BACK, Mover
 from kvtide.cache.options import CacheOptions, check_dram
 from kvtide.cache.parts import Rows, put_rows
+from kvtide.cache.picking import Pick, Picker
 from kvtide.cache.sequence import Match, Sequence
-from kvtide.cache.traffic import Traffic
+from kvtide.cache.traffic import FillCounts, Traffic
 from kvtide.cache.warm import warm_for
 from kvtide.cache.windows import DeviceArena, Window, Windows
 from kvtide.errors import IoError
@@ -88,6 +89,7 @@ class TieredCache:
         if tier is not None and frame_pool is FramePool:
             warm_for(tier.stats().used_bytes, pool, arena, self._mover)
         self._loader = Loader(self.ledger, self.windows, self._traffic, self._mover, self._lock)
+        self.picker = Picker(self.ledger, self._traffic, self._mover, self._lock, clock=clock, on_done=self._note_pick)
 
     # Sequences
 
@@ -245,6 +247,20 @@ class TieredCache:
         """Begin to bring all KV of `layer` up, behind whatever is demanded; of this step's too if `is_written`."""
         if self._options.is_prefetching:
             self._loader.prefetch(sequences, layer, is_written=is_written)
+
+    def _note_pick(self, pick: Pick, started_ns: int) -> None:
+        """Note what attention to a selection waited for, and where it came from."""
+        self.wait_ns += pick.wait_ns
+        if self._recorder is None:
+            return
+        padded = np.array(self.layout.fragment_padded_bytes, np.int64)[pick.fragments]
+        read_bytes = int(padded[pick.read].sum())
+        counts = FillCounts(int(padded.sum()) - read_bytes, read_bytes)
+        token_bytes, step = self.layout.shape.layers[pick.layer].token_bytes, self._num_steps - 1
+        event = object_event([pick.sequence], pick.layer, "decode-read", counts, token_bytes=token_bytes,
+                             started_ns=started_ns, waited_ns=pick.wait_ns, step=step)  # fmt: skip
+        event["wanted_bytes"] = padded.sum()
+        self._recorder.record_objects(event)
 
     def write(
         self, sequence: Sequence, layer: int, k: Rows, v: Rows, *, window: Window | None = None, row: int = 0

@@ -154,6 +154,42 @@ class Traffic:
         counts.dram_bytes += len(units) * layout.layer_padded_bytes(layer) - num_read
         return len(units)
 
+    def bring(self, units: Ids, fragments: Ids, *, cause: Cause) -> tuple[Ids, Ids]:
+        """Bring the fragments (unit, fragment) into DRAM; return their frames, pinned once each, and which were read.
+
+        Shapes: units, fragments [n], no pair twice; returns [n], [places of those read].
+        Raises: LostKv if some cannot be read; IoError(ENOSPC) if DRAM has no room. Nothing stays pinned then.
+        """
+        started = self._now_ns()
+        with self._lock:
+            frames = self._ledger.frames[units, fragments]
+            absent = np.flatnonzero(frames < 0)
+            self._pin(frames[frames >= 0], 1)
+        taken = self._room(len(absent))
+        statuses = np.full(len(absent), FAILED, np.uint8)
+        has_room = len(taken) == len(absent)
+        lost, keys = units[:0], self._ledger.stored_key[:0]
+        try:
+            if has_room:
+                statuses = self._read(units[absent], fragments[absent], taken, cause)
+        finally:
+            with self._lock:
+                if has_room:
+                    lost, keys = self._settle(units[absent], fragments[absent], taken, statuses)
+                    frames[absent] = np.where(statuses == OK, taken, -1)
+                    self._pin(frames[absent][statuses == OK], 1)
+                else:
+                    self._ledger.frame_pool.give(taken)
+                if len(lost) or not (statuses == OK).all():
+                    self._pin(frames[frames >= 0], -1)
+        if not has_room:
+            raise IoError(errno.ENOSPC, f"DRAM has no room for {len(absent)} more fragments; type a larger --dram")
+        if len(lost):
+            self._drop(keys)
+            raise LostKv(lost)
+        self._pace.note_load(int(self._padded[fragments[absent]].sum()), self._now_ns() - started)
+        return frames, absent
+
     def _settle(self, units: Ids, fragments: Ids, taken: Ids, statuses: Statuses) -> tuple[Ids, KeyArray]:
         """Keep what was read as a DRAM copy, give up what could not be read; return the units of that, and their keys.
 
@@ -322,6 +358,10 @@ class Traffic:
     def _drop(self, keys: KeyArray) -> None:
         if self._tier is not None and len(keys):
             self._tier.drop(keys)
+
+    def hold(self, frames: Ids, step: int) -> None:
+        """Pin frames once more, or, with `step` -1, once less. Callers hold the lock; any thread may."""
+        self._pin(frames, step)
 
     def _pin(self, frames: Ids, step: int) -> None:
         np.add.at(self._ledger.pins, frames, step)

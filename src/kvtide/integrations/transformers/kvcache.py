@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvtide.cache import Sequence, TieredCache
 from kvtide.cache.windows import Window
 from kvtide.errors import ConfigError, UnsupportedError
+from kvtide.integrations.transformers.selecting import Selecting
 from kvtide.tiers.contract import Cause
 
 
@@ -68,8 +69,14 @@ class TieredKv(Cache):  # type: ignore[misc]
         self.cache = cache
         self.sequences = [sequence]
         self.capacity_hint = 0
+        self.selecting: Selecting | None = None  # who attends to a selection of this cache; None: to everything
         self._arena, self._dtype, self._num_layers = arena, dtype, num_layers
         self._step: torch.Tensor | None = None
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether attention is to a selection now."""
+        return self.selecting is not None and self.selecting.is_sparse
 
     @property
     def num_tokens(self) -> int:
@@ -93,8 +100,10 @@ class TieredKv(Cache):  # type: ignore[misc]
         another shape or dtype, or too small a device budget; UnsupportedError if the step's tokens are unknown.
         """
         self._check(layer, k, v)
-        if layer == 0:
-            self._begin(k.shape[0], k.shape[2])
+        if layer == 0 and not self.is_sparse:
+            self.begin(k.shape[0], k.shape[2])
+        if self.is_sparse:
+            return self._step_sparse(layer, k, v)
         cause: Cause = "decode-read" if k.shape[2] == 1 else "restore"
         window = self.cache.layer(self.sequences, layer, cause=cause)
         all_k, all_v = self._tensors(window, k, v)
@@ -109,6 +118,13 @@ class TieredKv(Cache):  # type: ignore[misc]
         if is_last:
             self._seal()
         return all_k, all_v
+
+    def _step_sparse(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep KV of one layer; attention finds the rest itself. Returns what it was given."""
+        self.cache.write(self.sequences[0], layer, _rows(k[0]), _rows(v[0]))
+        if layer == self._num_layers - 1:
+            self._seal()
+        return k, v
 
     def reorder(self, rows: list[int]) -> None:
         """Let row i continue what row `rows[i]` was: a shared beginning is not copied."""
@@ -130,6 +146,8 @@ class TieredKv(Cache):  # type: ignore[misc]
 
     def release(self) -> None:
         """End its sequences; what they computed stays for others. Idempotent."""
+        if self.selecting is not None and self.selecting.follows(self.sequences):
+            self.selecting.stop()
         for sequence in self.sequences:
             self.cache.release(sequence)
 
@@ -147,7 +165,11 @@ class TieredKv(Cache):  # type: ignore[misc]
                 "input_ids (not inputs_embeds) while the store that made this cache is open"
             )
 
-    def _begin(self, num_rows: int, num_new: int) -> None:
+    def begin(self, num_rows: int, num_new: int) -> None:
+        """Make room for a step. Attention to a selection begins it before the first layer, to read ahead; else KV does.
+
+        Raises: IoError if there is no room; LostKv if the tail cannot be read back.
+        """
         while len(self.sequences) < num_rows and self.sequences:
             self.sequences.append(self.cache.fork(self.sequences[0]))
         if len(self.sequences) != num_rows:
@@ -156,7 +178,12 @@ class TieredKv(Cache):  # type: ignore[misc]
             if sequence.pending is not None:
                 self.cache.abort_step(sequence)
         needed = self.num_tokens + num_new
-        self.cache.resize(max(needed, self.capacity_hint), needed, num_rows)
+        if self.selecting is not None and not self.selecting.follows(self.sequences):
+            self.selecting = None  # others began where this one was: each attends to everything
+        if not self.is_sparse:
+            self.cache.resize(max(needed, self.capacity_hint), needed, num_rows)
+        if self.selecting is not None:
+            self.selecting.begin(num_new)
         for sequence in self.sequences:
             self.cache.begin_step(sequence, num_new)
 

@@ -26,6 +26,10 @@ from kvtide.cache.windows import DeviceArena
 from kvtide.errors import ConfigError, UnsupportedError
 from kvtide.integrations.transformers.kvcache import TieredKv
 from kvtide.integrations.transformers.models import LoadedModel
+from kvtide.integrations.transformers.selecting import Selecting
+from kvtide.integrations.transformers.wiring import Wiring
+from kvtide.select.contract import Budget
+from kvtide.select.names import make_selector
 from kvtide.spec import Identity, KVShape, SlotLayout, Split, auto_group_blocks
 from kvtide.tiers.namespace import OpenNamespace, open_namespace
 from kvtide.trace.record import Recorder
@@ -55,7 +59,16 @@ class StoreOptions:
     engine: str = "auto"
     write_policy: Literal["through", "back"] = "through"
     is_prefetching: bool = True
+    select: SelectOptions | None = None  # None: attention is to everything
     reuse: Reuse = "auto"  # load what is kept, compute it again, or what was measured to be faster
+
+
+@dataclass(frozen=True, slots=True)
+class SelectOptions:
+    """Decoding that attends to a selection: the name of the method, and how much each layer attends to."""
+
+    name: str
+    budget: Budget
 
 
 class KvStore:
@@ -105,6 +118,7 @@ class KvStore:
                     write_policy=options.write_policy,
                     is_prefetching=options.is_prefetching,
                     reuse=options.reuse,
+                    evictor="lip" if options.select is None else "lru",  # selections come back; scans of layers do not
                 ),
                 tier=self.namespace.tier if self.namespace else None,
                 recorder=recorder,
@@ -114,6 +128,10 @@ class KvStore:
             if self.namespace:
                 self.namespace.close()
             raise
+        self._wiring: Wiring | None = None
+        self.selecting: Selecting | None = None
+        if options.select is not None:
+            self._wiring, self.selecting = self._select(options.select)
         self._hook = loaded.model.register_forward_pre_hook(_tell_tokens, with_kwargs=True)
 
     def session(self, tokens: list[int], *, salt: str = "") -> Session:
@@ -132,9 +150,19 @@ class KvStore:
         kv = TieredKv(self.cache, sequence, self._tensor, self.loaded.torch_dtype)
         return Session(self, kv, list(tokens))
 
+    def _select(self, options: SelectOptions) -> tuple[Wiring, Selecting]:
+        """Meet the model's attention, and return that and who selects for it."""
+        wiring = Wiring(self.loaded)
+        selector = make_selector(options.name, wiring.heads, group_tokens=self.layout.tokens_per_group)
+        selecting = Selecting(self.cache, wiring, selector, options.budget, self.loaded.torch_dtype)
+        wiring.attach(_before)
+        return wiring, selecting
+
     def close(self) -> None:
         """Store what the file tier lacks and give everything back. Idempotent."""
         self._hook.remove()
+        if self._wiring is not None:
+            self._wiring.detach()
         try:
             self.cache.close()
         finally:
@@ -193,12 +221,20 @@ class Session:
         options = {"pad_token_id": _pad_id(self._store.loaded), "attention_mask": torch.ones_like(ids)} | options
         restore = _dice(ids.device)
         while True:
+            self._start_selecting()
             try:
                 return self._store.loaded.model.generate(ids, cache=self.kv, max_new_tokens=max_new_tokens, **options)
             except LostKv as lost:
                 self._heal(lost)
                 self.prefill(reserve_tokens=max_new_tokens)
                 restore()
+
+    def _start_selecting(self) -> None:
+        """Have the next step summarise, and those after it attend to a selection, if the store selects at all."""
+        selecting = self._store.selecting
+        if selecting is not None and len(self.kv.sequences) == 1:
+            selecting.start(self.kv.sequences[0])
+            self.kv.selecting = selecting
 
     def fork(self) -> Session:
         """Return a second session that continues from the same tokens."""
@@ -244,6 +280,20 @@ def _dice(device: torch.device) -> Callable[[], None]:
             torch.cuda.set_rng_state(cuda, device)
 
     return restore
+
+
+def _before(module: Any, kwargs: dict[str, Any]) -> None:
+    """Tell an attention module who selects for the step that reaches it; None for attention to everything."""
+    kv = kwargs.get("cache", kwargs.get("past_key_values"))
+    selecting = kv.selecting if isinstance(kv, TieredKv) else None
+    module.kvtide_step = selecting
+    if kv is None or selecting is None or not selecting.is_sparse:
+        return
+    layer, hidden = int(module.layer_idx), kwargs["hidden_states"]
+    if layer == 0:
+        kv.begin(*hidden.shape[:2])
+    if kv.is_sparse:  # a step of more rows is not
+        selecting.before(layer, hidden, kwargs.get("position_embeddings"))
 
 
 def _tell_tokens(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,1 @@
+"""What one decode step reads: selectors, one a file, behind one contract. Pure. Next: contract."""

@@ -1,0 +1,47 @@
+"""Selectors by name. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvtide.errors import ConfigError
+from kvtide.select.clo import Clo
+from kvtide.select.contract import Heads, Selector
+from kvtide.select.floors import Oracle, RandomUnits, WindowOnly
+from kvtide.select.full import Full
+from kvtide.select.infinigen import InfiniGen
+from kvtide.select.kvswap import KvSwap
+from kvtide.select.lowrank import LowRank
+from kvtide.select.quest import Quest
+from kvtide.select.shadowkv import ShadowKv
+from kvtide.units import printable
+
+DEFAULT = "lowrank"
+METHODS = ("full", "quest", "shadowkv", "infinigen", "retrieval", "kvswap", "lowrank", "clo", "pmr")
+FLOORS = ("window", "random", "oracle")
+
+
+def make_selector(name: str, heads: Heads, *, group_tokens: int) -> Selector:
+    """Return the selector called `name`, for a store whose groups have `group_tokens` tokens.
+
+    A name of two parts, as `clo+quest`, wraps the second in the first. Methods that read whole groups of all heads
+    choose in the store's own groups; the others keep their paper's unit.
+    Raises: ConfigError for an unknown name.
+    """
+    first, plus, rest = name.partition("+")
+    if first == "clo":
+        return Clo(heads, make_selector(rest or DEFAULT, heads, group_tokens=group_tokens))
+    made: dict[str, Callable[[], Selector]] = {
+        "full": lambda: Full(heads),
+        "quest": lambda: Quest(heads),
+        "shadowkv": lambda: ShadowKv(heads, is_exact_keys=False),
+        "infinigen": lambda: InfiniGen(heads),
+        "kvswap": lambda: KvSwap(heads, unit=group_tokens),
+        "lowrank": lambda: LowRank(heads, unit=group_tokens),
+        "window": lambda: WindowOnly(heads),
+        "random": lambda: RandomUnits(heads, unit=group_tokens),
+        "oracle": lambda: Oracle(heads, unit=group_tokens, sharing="all"),
+    }
+    if plus or first not in made:
+        raise ConfigError(f"unknown selection {printable(name)[:40]!r}; type {', '.join(METHODS)}, or clo+NAME")
+    return made[first]()
