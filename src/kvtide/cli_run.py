@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvtide.cache.choice import REUSES
 from kvtide.cli_asking import check_questions, default_document, questions, read_document
+from kvtide.cli_select import select_lines, select_options, select_report
 from kvtide.errors import ConfigError, UnsupportedError
 from kvtide.io.opening import NAMES
 from kvtide.probe.file import find_knee
@@ -76,6 +77,13 @@ def run(
     reuse: Annotated[
         str, typer.Option(help="Kept KV below DRAM: auto (load it if that is faster than computing), always, never.")
     ] = "auto",
+    select: Annotated[
+        str,
+        typer.Option(help="Attend to a selection of the KV: none (everything), auto (lowrank), or a method's name."),
+    ] = "none",
+    budget: Annotated[
+        str, typer.Option(help="Tokens each layer attends to with --select: a number, or a share as 10%.")
+    ] = "512",
     verify: Annotated[bool, typer.Option("--verify", help="Compare with transformers' own cache.")] = False,
     trace: Annotated[
         Path | None, typer.Option(envvar="KVTIDE_TRACE", help="Write every object and operation to this trace file.")
@@ -89,9 +97,10 @@ def run(
     given = {"--device-memory": device_memory, "--dram": dram, "--disk": disk}
     sizes = {name: _size(name, text) for name, text in given.items()}
     _check_choices(group_blocks, block_tokens, write_policy, engine, reuse, trace)
-    if _is_block_first(layout, group_blocks):
-        group_blocks = "1"
+    if _is_block_first(layout, group_blocks) or (select != "none" and group_blocks == "auto"):
+        group_blocks = "1"  # a selection is of groups: small ones are chosen well
     check_questions(ask, document, chat=chat)
+    selected = select_options(select, budget)
     text = read_document(document)
     console = Console(stderr=as_json, highlight=False, markup=False, emoji=False)
     with _waiting(console, "Loading the model"):
@@ -121,6 +130,7 @@ def run(
         engine=engine,
         write_policy=write_policy,
         reuse=reuse,
+        select=selected,
     )
     show = _Show(console, is_quiet=as_json)
     with KvStore(loaded, options, recorder=recorder) as store:
@@ -334,7 +344,7 @@ class _Show:
         console.print()
         console.print(turn_table(turns, store.layout.shape.bytes_per_token, width=console.width))
         console.print(tier_table(store.cache.usage(), printable(str(store.options.directory))))
-        for sentence in verdict(turns):
+        for sentence in (*select_lines(store), *verdict(turns)):
             console.print(sentence)
         if store.cache.num_refused:
             console.print(f"{store.cache.num_refused} groups were not stored: the file tier was full or refused them.")
@@ -363,6 +373,7 @@ def _report(store: KvStore, turns: list[Turn], *, verify: bool) -> dict[str, Any
         "turns": [dataclasses.asdict(turn) for turn in turns],
         "tiers": {name: dataclasses.asdict(stats) for name, stats in store.cache.usage().items()},
         "num_refused": store.cache.num_refused,
+        "select": select_report(store),
         "verdict": verdict(turns),
     }
     if verify:

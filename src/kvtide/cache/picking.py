@@ -6,15 +6,20 @@ groups of it. DRAM frames are their cache: what was chosen a step ago mostly is 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtide.cache.ledger import Ids, Ledger
 from kvtide.cache.mover import DEMAND, PREFETCH, Mover
 from kvtide.cache.sequence import Sequence
 from kvtide.cache.traffic import Traffic
+from kvtide.errors import IoError
 from kvtide.tiers.contract import Cause
 
 
@@ -86,6 +91,21 @@ class Picker:
         pick.wait_ns = self._clock() - started
         self._on_done(pick, started)
         return pick.frames
+
+    def settle(self, pick: Pick) -> npt.NDArray[np.bool_]:
+        """Let go of `pick` when it has ended; say which fragments it read. One that failed read none: demand will tell.
+
+        Shapes: returns [n].
+        """
+        was_read = np.zeros(len(pick.fragments), np.bool_)
+        if pick.job is not None and not pick.is_released:
+            job, pick.job, pick.is_released = pick.job, None, True
+            with contextlib.suppress(IoError):
+                frames, read = _brought(job)
+                was_read[read] = True
+                self._let_go(frames)
+        self.release(pick)
+        return was_read
 
     def release(self, pick: Pick) -> None:
         """Let go of `pick`, wherever it stands. Idempotent."""

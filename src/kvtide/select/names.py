@@ -24,11 +24,13 @@ FLOORS = ("window", "random", "oracle")
 def make_selector(name: str, heads: Heads, *, group_tokens: int) -> Selector:
     """Return the selector called `name`, for a store whose groups have `group_tokens` tokens.
 
-    A name of two parts, as `clo+quest`, wraps the second in the first. Methods that read whole groups of all heads
-    choose in the store's own groups; the others keep their paper's unit.
+    A name of two parts, as `clo+quest`, wraps the second in the first; clo and pmr alone wrap the default. Methods that
+    read whole groups of all heads choose in the store's own groups; the others keep their paper's unit.
     Raises: ConfigError for an unknown name.
     """
     first, plus, rest = name.partition("+")
+    if first == "pmr":  # drafts, which the integration makes, around an ordinary selection
+        return make_selector(rest or DEFAULT, heads, group_tokens=group_tokens)
     if first == "clo":
         return Clo(heads, make_selector(rest or DEFAULT, heads, group_tokens=group_tokens))
     made: dict[str, Callable[[], Selector]] = {
@@ -43,5 +45,7 @@ def make_selector(name: str, heads: Heads, *, group_tokens: int) -> Selector:
         "oracle": lambda: Oracle(heads, unit=group_tokens, sharing="all"),
     }
     if plus or first not in made:
-        raise ConfigError(f"unknown selection {printable(name)[:40]!r}; type {', '.join(METHODS)}, or clo+NAME")
+        raise ConfigError(
+            f"unknown selection {printable(name)[:40]!r}; type {', '.join(METHODS)}, or clo+NAME or pmr+NAME"
+        )
     return made[first]()

@@ -137,6 +137,11 @@ class TieredKv(Cache):  # type: ignore[misc]
             if row not in taken:
                 self.cache.release(sequence)
 
+    def truncate(self, num_tokens: int) -> None:
+        """Forget the tokens from `num_tokens` on."""
+        for sequence in self.sequences:
+            self.cache.truncate(sequence, num_tokens)
+
     def fork(self) -> TieredKv:
         """Return a second cache with the same tokens so far."""
         assert len(self.sequences) == 1, "only a cache of one row is forked"

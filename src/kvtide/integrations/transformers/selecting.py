@@ -24,6 +24,7 @@ from kvtide.integrations.transformers.wiring import Wiring, as_floats
 from kvtide.select.contract import Budget, Floats, Ids, Keys, RebuildsKeys, Selection, Selector
 from kvtide.tiers.contract import Cause
 
+HINT_FRAGMENTS = 64  # read by one job: enough to keep a drive busy, few enough that demand need not wait long
 PICKS_MAX = 4  # a selection takes this part of DRAM at most: the next one, and what is written, need room too
 
 
@@ -82,6 +83,8 @@ class Selecting:
         self._layers: list[_Layer] = []
         self._chosen: dict[int, list[Selection]] = {}
         self._picks: dict[int, _Picked] = {}
+        self._hints: list[tuple[Ids, Pick]] = []
+        self.attended: list[list[Ids]] = []  # groups each query of the step attended to, one list a layer
         self._old_tokens = self._num_tokens = 0
 
     # Around a step
@@ -96,20 +99,54 @@ class Selecting:
 
     def stop(self) -> None:
         """Follow no sequence; let go of all that is held. Idempotent."""
-        self._let_go()
+        self.end()
         self._sequence, self.is_sparse = None, False
 
     def follows(self, sequences: list[Sequence]) -> bool:
         """Say whether the one sequence that is followed is the one that steps."""
         return self._sequence is not None and sequences == [self._sequence]
 
+    def hint(self, layers: list[Ids]) -> None:
+        """Begin to read groups that the next step may want, all layers at once; what it does not want is wasted.
+
+        Shapes: one array of groups a layer. No more is read than a part of DRAM holds.
+        """
+        assert self._sequence is not None, "a step of no sequence"
+        parts = self._cache.layout.parts_per_layer
+        layer = np.repeat(np.arange(len(layers)), [len(groups) for groups in layers])
+        groups = np.concatenate(layers)
+        near = np.argsort(groups, kind="stable")[: self._groups_max]  # fragments of one group lie together
+        place, layer = np.repeat(groups[near], parts), np.repeat(layer[near], parts)
+        fragments = layer * parts + np.tile(np.arange(parts), len(near))
+        for start in range(0, len(place), HINT_FRAGMENTS):
+            part = slice(start, start + HINT_FRAGMENTS)
+            pick = self._picker.begin(self._sequence, -1, place[part], fragments[part], cause="prefetch")
+            self._hints.append((place[part], pick))
+
     def begin(self, num_new: int) -> None:
         """Begin a step of `num_new` tokens."""
         assert self._sequence is not None, "a step of no sequence"
-        self._let_go()
+        self._let_go()  # of a step that was given up
+        self.attended = [[] for _ in self._layers]
         self._old_tokens = self._sequence.num_tokens
         self._num_tokens = self._old_tokens + num_new
         self.counts.num_steps += self.is_sparse
+
+    def end(self) -> None:
+        """End a step: let go of what was read for it in vain, and count that."""
+        parts = self._cache.layout.parts_per_layer
+        for places, pick in self._hints:
+            was_read = self._picker.settle(pick)
+            layers = pick.fragments // parts
+            wanted = [
+                any(place in groups for groups in self.attended[layer])
+                for place, layer in zip(places.tolist(), layers.tolist(), strict=True)
+            ]
+            self.counts.num_read += int(was_read.sum())
+            self.counts.num_read_ahead += int(was_read.sum())
+            self.counts.num_wasted += int((was_read & ~np.array(wanted, np.bool_)).sum())
+        self._hints = []
+        self._let_go()
 
     # In a layer
 
@@ -119,7 +156,7 @@ class Selecting:
             return
         selections = self._choose(layer + 1, self._wiring.query(layer + 1, hidden, rotation))
         self._chosen[layer + 1] = selections
-        groups = self._groups(selections)
+        groups = self._groups(layer + 1, selections)
         if len(groups) <= self._groups_max:
             self._picks[layer + 1] = self._pick(layer + 1, selections, groups, "prefetch")
 
@@ -148,6 +185,8 @@ class Selecting:
                 parts.append(self._attend(layer, by_kv, selections, picked))
             finally:
                 self._picker.release(picked.pick)
+        if layer == len(self._layers) - 1:
+            self.end()
         return merge(parts).permute(2, 0, 1, 3).reshape(1, num, heads.num_q, -1)
 
     def _attend(self, layer: int, query: torch.Tensor, selections: list[Selection], picked: _Picked) -> Part:
@@ -187,10 +226,11 @@ class Selecting:
         self.counts.select_ns += time.perf_counter_ns() - started
         return chosen
 
-    def _groups(self, selections: list[Selection]) -> Ids:
+    def _groups(self, layer: int, selections: list[Selection]) -> Ids:
+        self.attended[layer] = [selection.groups(self._group) for selection in selections]
         if len(selections) == 1:
-            return selections[0].groups(self._group)
-        return np.unique(np.concatenate([selection.groups(self._group) for selection in selections]))
+            return self.attended[layer][0]
+        return np.unique(np.concatenate(self.attended[layer]))
 
     def _mask(self, selections: list[Selection], groups: Ids) -> torch.Tensor | None:
         """Say which gathered tokens each query attends to. Shapes: [Hkv or 1, m, tokens of the groups]."""
@@ -215,7 +255,7 @@ class Selecting:
         if ahead is not None:
             yield ahead
             return
-        groups = self._groups(selections)
+        groups = self._groups(layer, selections)
         for start in range(0, len(groups), self._groups_max):
             yield self._pick(layer, selections, groups[start : start + self._groups_max], "decode-read")
 

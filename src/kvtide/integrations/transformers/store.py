@@ -24,6 +24,7 @@ from kvtide.cache.options import check_dram
 from kvtide.cache.steps import next_prefill_end
 from kvtide.cache.windows import DeviceArena
 from kvtide.errors import ConfigError, UnsupportedError
+from kvtide.integrations.transformers.drafting import Drafted, Drafter
 from kvtide.integrations.transformers.kvcache import TieredKv
 from kvtide.integrations.transformers.models import LoadedModel
 from kvtide.integrations.transformers.selecting import Selecting
@@ -130,6 +131,7 @@ class KvStore:
             raise
         self._wiring: Wiring | None = None
         self.selecting: Selecting | None = None
+        self.drafter: Drafter | None = None
         if options.select is not None:
             self._wiring, self.selecting = self._select(options.select)
         self._hook = loaded.model.register_forward_pre_hook(_tell_tokens, with_kwargs=True)
@@ -155,6 +157,8 @@ class KvStore:
         wiring = Wiring(self.loaded)
         selector = make_selector(options.name, wiring.heads, group_tokens=self.layout.tokens_per_group)
         selecting = Selecting(self.cache, wiring, selector, options.budget, self.loaded.torch_dtype)
+        if options.name.partition("+")[0] == "pmr":
+            self.drafter = Drafter(self.loaded.model)
         wiring.attach(_before)
         return wiring, selecting
 
@@ -223,11 +227,35 @@ class Session:
         while True:
             self._start_selecting()
             try:
+                if self._drafts(options):
+                    return self._generate_drafted(max_new_tokens, options)
                 return self._store.loaded.model.generate(ids, cache=self.kv, max_new_tokens=max_new_tokens, **options)
             except LostKv as lost:
                 self._heal(lost)
                 self.prefill(reserve_tokens=max_new_tokens)
                 restore()
+
+    def _drafts(self, options: dict[str, Any]) -> bool:
+        """Say whether this is greedy decoding of one row, which drafts are for."""
+        is_greedy = not options.get("do_sample", self._store.loaded.model.generation_config.do_sample)
+        is_one = options.get("num_beams", 1) == options.get("num_return_sequences", 1) == 1
+        return self._store.drafter is not None and is_greedy and is_one and self.kv.selecting is not None
+
+    def _generate_drafted(self, max_new_tokens: int, options: dict[str, Any]) -> Drafted:
+        assert self._store.drafter is not None, "asked for drafts without a drafter"
+        streamer = options.get("streamer")
+        if streamer is not None:
+            streamer.put(self._ids(0, len(self.tokens)).cpu())
+        found = self._store.drafter.generate(
+            self.kv,
+            self.tokens,
+            max_new_tokens=max_new_tokens,
+            on_token=lambda token: streamer.put(torch.tensor([token])) if streamer is not None else None,
+            keep_logits=bool(options.get("output_logits")),
+        )
+        if streamer is not None:
+            streamer.end()
+        return found
 
     def _start_selecting(self) -> None:
         """Have the next step summarise, and those after it attend to a selection, if the store selects at all."""
