@@ -61,14 +61,17 @@ def select_lines(store: KvStore) -> list[str]:
         return [f"{store.options.select.name}: no step attended to a selection."]
     layers = store.layout.num_layers
     tokens, steps = counts.num_queries / layers, max(1, counts.num_steps)
-    lines = [
-        f"{store.options.select.name} attended to {counts.num_attended / counts.num_queries:.0f} tokens a layer; of the "
-        f"{counts.num_wanted / steps:.0f} fragments a step wanted, {counts.num_read / steps:.0f} were read from the file "
-        f"tier, {_share(counts.num_read_ahead, counts.num_read)} of them ahead of time; "
-        f"{counts.num_wasted} were read in vain.",
+    wanted, read = counts.num_wanted / steps, counts.num_read / steps
+    attended = counts.num_attended / counts.num_queries
+    lines = [f"{store.options.select.name} attended to {attended:.0f} tokens a layer, of each query."]
+    lines.append(
+        f"A step wanted {wanted:.0f} fragments and read {read:.0f} of them from the file tier, "
+        f"{_share(counts.num_read_ahead, counts.num_read)} ahead of time; {counts.num_wasted} were read in vain."
+    )
+    lines.append(
         f"Selecting took {counts.select_ns / tokens / 1e6:.1f} ms a token, waiting for reads "
-        f"{counts.wait_ns / tokens / 1e6:.1f} ms; its summaries take {format_bytes(selector.fast_bytes())}.",
-    ]
+        f"{counts.wait_ns / tokens / 1e6:.1f} ms; its summaries take {format_bytes(selector.fast_bytes())}."
+    )
     if store.drafter is not None:
         drafts = store.drafter.counts
         lines.append(

@@ -353,6 +353,11 @@ class TieredCache:
         return found | ({"file": self._tier.stats()} if self._tier is not None else {})
 
     @property
+    def is_prefetching(self) -> bool:
+        """Whether KV is brought before it is asked for."""
+        return self._options.is_prefetching
+
+    @property
     def num_refused(self) -> int:
         """Groups the tier below did not take, for want of room or after an error."""
         return self._traffic.num_refused

@@ -73,6 +73,7 @@ class Selecting:
     ) -> None:
         self.selector, self.budget, self.counts = selector, budget, SelectCounts()
         self.is_sparse = False
+        self._is_ahead = selector.is_ahead and cache.is_prefetching
         self._cache, self._wiring, self._picker = cache, wiring, cache.picker
         self._heads, self._rope = wiring.heads, wiring.rope()
         self._group = cache.layout.tokens_per_group
@@ -152,7 +153,7 @@ class Selecting:
 
     def before(self, layer: int, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         """Choose for the layer after `layer`, from its own input, and begin to read. Shapes: hidden [1, m, width]."""
-        if not self.selector.is_ahead or layer + 1 >= len(self._layers):
+        if not self._is_ahead or layer + 1 >= len(self._layers):
             return
         selections = self._choose(layer + 1, self._wiring.query(layer + 1, hidden, rotation))
         self._chosen[layer + 1] = selections

@@ -58,6 +58,7 @@ class StoreOptions:
     split: Split = "none"  # how layers are cut into fragments: none, kv or head
     adapter: str = ""
     engine: str = "auto"
+    depth_max: int = 64  # operations in flight
     write_policy: Literal["through", "back"] = "through"
     is_prefetching: bool = True
     select: SelectOptions | None = None  # None: attention is to everything
@@ -107,6 +108,7 @@ class KvStore:
                 self.layout,
                 capacity_bytes=options.disk_bytes,
                 engine=options.engine,
+                depth_max=options.depth_max,
                 recorder=recorder,
             )
         try:
