@@ -246,18 +246,24 @@ class Marks:
 
 
 def device_depth(frames: list[Any]) -> dict[str, float]:
-    """Return reads, and their mean depth: device time of all of them over the time that any was there."""
+    """Return the reads at the device, and their depth: over the time that any was there, and over the whole window.
+
+    The second is the effective depth of docs/indicators.md: the sum of device times over the window.
+    """
     is_done = (pl.col("flags") & READ != 0) & (pl.col("time_ns") > 0) & (pl.col("complete_ns") > 0)
     spans = [frame.filter(is_done).select("time_ns", "complete_ns").to_numpy() for frame in frames]
-    spans = [span for span in spans if len(span)]
-    if not spans:
-        return {"num_reads": 0.0, "depth": 0.0}
-    both = np.concatenate(spans)
+    both = np.concatenate([np.zeros((0, 2), np.int64), *spans])
+    if not len(both):
+        return {"num_reads": 0.0, "depth": 0.0, "depth_effective": 0.0}
     both = both[np.argsort(both[:, 0])]
     reach = np.maximum.accumulate(both[:, 1])
     starts = np.append(both[0, 0], np.maximum(both[1:, 0], reach[:-1]))
-    busy = np.maximum(0, reach - starts).sum()
-    return {"num_reads": float(len(both)), "depth": float((both[:, 1] - both[:, 0]).sum() / max(1, busy))}
+    busy, total = np.maximum(0, reach - starts).sum(), (both[:, 1] - both[:, 0]).sum()
+    return {
+        "num_reads": float(len(both)),
+        "depth": float(total / max(1, busy)),
+        "depth_effective": float(total / max(1, reach[-1] - both[0, 0])),
+    }
 
 
 def summarised(rung: Rung, runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -266,7 +272,8 @@ def summarised(rung: Rung, runs: list[dict[str, Any]]) -> dict[str, Any]:
     for key in ("itl_ms", "ops", "mib", "op_kib", "depth"):
         row[key] = bench.summary([found[key] for found in runs])
     if all(found["device"] for found in runs):
-        row["device_depth"] = bench.summary([found["device"]["depth"] for found in runs])
+        for name in ("depth", "depth_effective"):
+            row[f"device_{name}"] = bench.summary([found["device"][name] for found in runs])
     row["fast_bytes"], row["counts"] = runs[-1]["fast_bytes"], runs[-1]["counts"]
     return row
 
@@ -331,7 +338,7 @@ def show(payload: dict[str, Any]) -> None:
     print(f"{payload['context']} tokens, KV of {size:.0f} MiB; computing it takes {recompute:.0f} ms")
     print(f"{'rung':20} {'ops':>8} {'KiB':>7} {'depth':>6} {'device':>6} {'MiB':>8} {'ITL ms':>8} {'predicted':>9}")
     for row in payload["rungs"]:
-        device = row.get("device_depth", {}).get("median", float("nan"))
+        device = row.get("device_depth_effective", {}).get("median", float("nan"))
         told = f"{row['predicted']['itl_ms']:9.1f}" if "predicted" in row else ""
         figures = [row[key]["median"] for key in ("ops", "op_kib", "depth")]
         print(f"{row['name']:20} {figures[0]:8.0f} {figures[1]:7.0f} {figures[2]:6.1f} {device:6.1f} "

@@ -60,12 +60,14 @@ class LowRank:
         self._rows[layer].append(np.matmul(keys.post.transpose(1, 0, 2), self._of_keys[layer]).transpose(1, 0, 2))
 
     def select(self, layer: int, query: Floats, reach: Reach) -> Selection:
-        heads = self._heads
+        if reach.is_everything:
+            return Selection.everything(reach.num_tokens)
+        heads, rows = self._heads, self._rows[layer].rows
+        num = min(reach.bounds(self.unit)[1], len(rows) // self.unit)  # what is behind takes no part in any softmax
         short = np.matmul(heads.by_kv(query), self._of_queries[layer])  # [Hkv, G, rank]
-        logits = (short * heads.scaling) @ self._rows[layer].rows.transpose(1, 2, 0)
+        logits = (short * heads.scaling) @ rows[: num * self.unit].transpose(1, 2, 0)
         mass = softmax(logits).reshape(heads.num_q, -1).sum(axis=0)
-        num = len(mass) // self.unit
-        return best(mass[None, : num * self.unit].reshape(1, num, self.unit).sum(axis=2), reach, self.unit)
+        return best(mass.reshape(1, num, self.unit).sum(axis=2), reach, self.unit)
 
     def fast_bytes(self) -> int:
         kept = (self._moments, self._of_keys, self._of_queries)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from kvtide.select.contract import Ids
 
+DRAFT_TOKENS = 8  # of a step: reads of so many tokens are in flight together
 DEPTH = 12  # tokens of the longest suffix that is matched
 MATCH_MIN = 2  # shorter matches predict little (SuffixDecoding begins at 1, with a draft as long as the match)
 TOKEN_SHARE_MIN = 0.1  # a draft ends where its probability by counts falls below (SuffixDecoding's min_token_prob)

@@ -17,9 +17,8 @@ import torch
 
 from kvtide.integrations.transformers.kvcache import TieredKv
 from kvtide.select.contract import Ids
-from kvtide.select.pmr import AttendedGroups, Draft, SuffixTrie
+from kvtide.select.pmr import DRAFT_TOKENS, AttendedGroups, Draft, SuffixTrie
 
-DRAFT_TOKENS = 8
 NEAR_TIES = {
     torch.float32: 1e-3,
     torch.float16: 0.06,

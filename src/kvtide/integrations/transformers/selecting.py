@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from kvtide.integrations.transformers.gather import FrameView
 from kvtide.integrations.transformers.sparse import Part, attend, merge
 from kvtide.integrations.transformers.wiring import Wiring, as_floats
 from kvtide.select.contract import Budget, Floats, Ids, Keys, RebuildsKeys, Selection, Selector
+from kvtide.select.pmr import DRAFT_TOKENS
 from kvtide.tiers.contract import Cause
 
 HINT_FRAGMENTS = 64  # read by one job: enough to keep a drive busy, few enough that demand need not wait long
@@ -71,7 +72,9 @@ class Selecting:
     def __init__(
         self, cache: TieredCache, wiring: Wiring, selector: Selector, budget: Budget, dtype: torch.dtype
     ) -> None:
-        self.selector, self.budget, self.counts = selector, budget, SelectCounts()
+        # What may not be summarised yet counts as recent always, so that a token selects the same in any step.
+        recent = max(budget.recent, cache.layout.tokens_per_group + DRAFT_TOKENS)
+        self.selector, self.budget, self.counts = selector, replace(budget, recent=recent), SelectCounts()
         self.is_sparse = False
         self._is_ahead = selector.is_ahead and cache.is_prefetching
         self._cache, self._wiring, self._picker = cache, wiring, cache.picker
