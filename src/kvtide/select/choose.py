@@ -36,6 +36,14 @@ def softmax(logits: Floats) -> Floats:
     return out
 
 
+def total_mass(logits: Floats) -> Floats:
+    """Return the softmax of every row, added up over rows. It overwrites `logits`. Shapes: [h, n] to [n]."""
+    np.subtract(logits, logits.max(axis=1, keepdims=True), out=logits)
+    np.exp(logits, out=logits)
+    mass: Floats = (1 / logits.sum(axis=1)) @ logits  # one product instead of a division and a sum of everything
+    return mass
+
+
 class Rows:
     """An array that grows at its first axis. `rows` is what was put in, without a copy."""
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvtide.select.choose import Rows, best, softmax
+from kvtide.select.choose import Rows, best, total_mass
 from kvtide.select.contract import Floats, Heads, Keys, Reach, Selection
 from kvtide.select.spectrum import basis
 
@@ -66,7 +66,7 @@ class LowRank:
         num = min(reach.bounds(self.unit)[1], len(rows) // self.unit)  # what is behind takes no part in any softmax
         short = np.matmul(heads.by_kv(query), self._of_queries[layer])  # [Hkv, G, rank]
         logits = (short * heads.scaling) @ rows[: num * self.unit].transpose(1, 2, 0)
-        mass = softmax(logits).reshape(heads.num_q, -1).sum(axis=0)
+        mass = total_mass(logits.reshape(heads.num_q, -1))
         return best(mass.reshape(1, num, self.unit).sum(axis=2), reach, self.unit)
 
     def fast_bytes(self) -> int:
