@@ -7,12 +7,16 @@ import signal
 import threading
 
 import pytest
+from hypothesis import settings
 
 import inprocess
 
 # Before torch is imported, here or in a program that a test starts. Prompts of tests are too short for a second thread
 # to help; and where others use the machine, each of a model's many small steps would wait for it to be scheduled.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("unhurried", deadline=None)  # how long an example takes is the machine's affair
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(autouse=True)
