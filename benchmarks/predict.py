@@ -54,6 +54,7 @@ class Config:
     group_blocks: int
     device: float
     dram: float
+    num_turns: int = NUM_TURNS
 
 
 CONFIGS = [
@@ -107,7 +108,7 @@ def measure(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
     shape = KVShape.of(loaded.spec, loaded.dtype)
     configs = [CONFIGS[0], CONFIGS[7]] if args.smoke else CONFIGS
     if args.smoke:
-        configs = [replace(config, context=96) for config in configs]
+        configs = [replace(config, context=64, num_turns=2) for config in configs]
     found = probe_path(args.dir, ProbeOptions(seconds=args.probe_seconds), version=__version__)
     drive = from_probe(found).drive.device_model()
     host = measure_host(op_ns=found.read.roof.host_ns)
@@ -167,14 +168,14 @@ def calibrate_model(loaded: LoadedModel, shape: KVShape, *, smoke: bool) -> list
         for context in contexts:
             sequence = session.kv.sequences[0]
             for size in sizes:
-                for _ in range(3 if size < 512 else 2):
+                for _ in range(1 if smoke else 3 if size < 512 else 2):
                     if session.kv.num_tokens > context:
                         store.cache.truncate(sequence, context)
                     session.tokens = tokens
                     if session.kv.num_tokens < context:
                         session.forward(session.kv.num_tokens, context)
                     if size == 1:
-                        gaps = generate(session, tokens[: context + 1], 6)
+                        gaps = generate(session, tokens[: context + 1], 3 if smoke else 6)
                         took = float(np.median(gaps[1:]))
                         steps.append(StepTime(0, context, max(0.0, gaps[0] - took)))
                     else:
@@ -228,7 +229,7 @@ def generate(session: Session, tokens: list[int], num_new: int) -> list[int]:
 
 def turns_of(loaded: LoadedModel, config: Config) -> list[list[int]]:
     """Return prompts: one document, and a question each."""
-    tokens = tokens_of(loaded, config.context + NUM_TURNS * TAIL)
+    tokens = tokens_of(loaded, config.context + config.num_turns * TAIL)
     starts = range(config.context, len(tokens), TAIL)
     return [tokens[: config.context] + tokens[start : start + TAIL] for start in starts]
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 
 import pytest
+from hypothesis import settings
+
+import inprocess
+
+# Before torch is imported, here or in a program that a test starts. Prompts of tests are too short for a second thread
+# to help; and where others use the machine, each of a model's many small steps would wait for it to be scheduled.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("unhurried", deadline=None)  # how long an example takes is the machine's affair
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +28,11 @@ def _ctrl_c() -> None:
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `kvtide run` in this process use models that were loaded before: to load one takes seconds."""
+    from kvtide.integrations import transformers
+
+    monkeypatch.setattr(transformers, "load", inprocess.load_once)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
-import sys
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvtide import cli
+from inprocess import kvtide
 from kvtide.errors import ConfigError
 from kvtide.hardware import Catalogue, load
 from kvtide.planner.closed import overlap, plan, read_pattern
@@ -34,12 +31,7 @@ def catalogue() -> Catalogue:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in this process: a new one for each case would take most of the time."""
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(sys, "argv", ["kvtide", "plan", *words])
-        code = cli._run()
-    return subprocess.CompletedProcess(list(words), code, out.getvalue(), err.getvalue())
+    return kvtide("plan", *words)
 
 
 def test_the_worked_case_has_its_figures() -> None:

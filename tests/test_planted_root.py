@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import inprocess
 from kvtide.errors import UnsupportedError
 from kvtide.probe.caps import caps_of
 from kvtide.probe.file import load
@@ -23,6 +24,7 @@ from kvtide.trace.indicators import measure
 from kvtide.trace.kernel import find_tracefs
 from kvtide.trace.verdict import Verdict, judge
 
+PATIENCE_S = 300  # a machine that others use, too
 KVTIDE = [sys.executable, "-m", "kvtide"]
 SIZE = "256M"
 TRIES = 2
@@ -63,7 +65,7 @@ def rooflines(folder: Path) -> list[Roofline]:
 
 
 def kvtide(*words: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([*KVTIDE, *words], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*KVTIDE, *words], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -89,12 +91,12 @@ def judged(trace: TraceFile, roofline: Roofline | None) -> tuple[Indicators, Ver
     return indicators, judge(indicators, roofline=roofline, about=trace.about)
 
 
-TIMED = ("--time_based", "--runtime=3")
+TIMED = ("--time_based", "--runtime=2")
 LOADS = {
     "depth-starved": ("--rw=randread", "--bs=4k", "--iodepth=1", "--direct=1", *TIMED),
     "iops-bound": ("--rw=randread", "--bs=4k", "--iodepth=128", "--direct=1", *TIMED),
     "bandwidth-bound": ("--rw=read", "--bs=1M", "--iodepth=16", "--direct=1", *TIMED),
-    "write-burst": ("--rw=randwrite", "--bs=256k", "--iodepth=16", "--direct=1", "--time_based", "--runtime=6"),
+    "write-burst": ("--rw=randwrite", "--bs=256k", "--iodepth=16", "--direct=1", "--time_based", "--runtime=5"),
 }
 IN_FLIGHT_MAX = 128  # what may be in flight when recording begins, and when it ends
 BURST_S = 0.15
@@ -186,6 +188,7 @@ def test_read_ahead_is_not_called_small_io(loop: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.usefixtures("models")
 def test_block_reads_of_the_store_name_their_cause_and_layer(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)
@@ -194,7 +197,11 @@ def test_block_reads_of_the_store_name_their_cause_and_layer(tmp_path: Path) -> 
     import polars as pl
 
     file = tmp_path / "run.kvtrace"
-    run = ["run", "--dir", str(tmp_path / "store"), "--json", "--max-new-tokens", "4", "--ask", "What is it?"]
+    document = tmp_path / "document.txt"
+    document.write_text(" ".join(f"Fact {i}: tide {i * 7 % 101} follows {i}." for i in range(30)))
+    run = ["run", "--dir", str(tmp_path / "store"), "--document", str(document), "--max-new-tokens", "2", "--json"]
+    stored = inprocess.kvtide(*run)  # what is traced then reads it
+    assert stored.returncode == 0, stored.stderr
     options = ["--device", str(tmp_path), "--json"]
     told = kvtide("trace", "-o", str(file), *options, "--", *KVTIDE, *run)
     assert json.loads(told.stdout.splitlines()[-1])["num_lost"] == 0

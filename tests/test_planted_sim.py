@@ -213,12 +213,12 @@ def test_bursts_of_writes() -> None:
     clock, parts = VirtualClock(1), []
     for burst in range(8):
         clock.advance_to(1 + burst * 1_000_000_000)
-        parts.append(run(Load(MIB, 32, 200, kind=WRITE, is_sequential=True), clock))
+        parts.append(run(Load(MIB, 32, 50, kind=WRITE, is_sequential=True), clock))
     trickle = run(Load(16 * KIB, 1, 400, think_ns=19_000_000))
     for verdict in verdicts(block=pl.concat([*parts, trickle]).sort("time_ns")).values():
         assert verdict.name == "write-burst"
         assert verdict.remedies[0].factor is not None
-    steady = verdicts(block=run(Load(MIB, 32, 1600, kind=WRITE, is_sequential=True)))
+    steady = verdicts(block=run(Load(MIB, 32, 400, kind=WRITE, is_sequential=True)))
     assert {verdict.name for verdict in steady.values()} == {"bandwidth-bound"}
 
 

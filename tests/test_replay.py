@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
-import sys
 from collections import OrderedDict
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvtide import cli
+from inprocess import kvtide
 from kvtide.hardware import load
 from kvtide.planner.options import PlanOptions, build
 from kvtide.planner.replay import Case, replay
@@ -25,11 +22,7 @@ REAL_LOG = Path(__file__).parents[2] / "shared/data/requests/mooncake_conversati
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(sys, "argv", ["kvtide", "replay", *words])
-        code = cli._run()
-    return subprocess.CompletedProcess(list(words), code, out.getvalue(), err.getvalue())
+    return kvtide("replay", *words)
 
 
 def small(seed: int = 0, block_tokens: int = 16) -> Workload:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from inprocess import kvtide
 from kvtide.errors import UnsupportedError
 from kvtide.trace.file import TraceFile
 from kvtide.trace.kernel import find_tracefs, tracefs
@@ -19,8 +20,9 @@ from kvtide.trace.kernel import find_tracefs, tracefs
 KVTIDE = [sys.executable, "-m", "kvtide"]
 
 
-def kvtide(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*KVTIDE, *words], capture_output=True, text=True, timeout=60, check=False, **options)  # type: ignore[call-overload]
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 def can_trace() -> bool:
@@ -45,26 +47,23 @@ def can_trace() -> bool:
     ],
 )
 def test_what_cannot_be_traced_is_explained(words: list[str], message: str, tmp_path: Path) -> None:
-    done = kvtide("trace", *words, cwd=tmp_path)
+    done = kvtide("trace", *words)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_exit_code_of_the_command_is_kept(tmp_path: Path) -> None:
-    done = kvtide("trace", "--json", "--", "sh", "-c", "exit 7", cwd=tmp_path)
-    assert done.returncode == 7
+    command = [*KVTIDE, "trace", "--json", "--", "sh", "-c", "exit 7"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 7, done.stderr
     assert json.loads(done.stdout)["exit_code"] == 7
     assert [path.name for path in tmp_path.iterdir()] == ["trace.kvtrace"]
 
 
-def test_without_the_kernel_the_rest_is_still_seen(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from kvtide.trace.kernel import tracefs;"
-        "tracefs.TRACEFS = (Path('/nowhere'),); from kvtide.cli import main; main()"
-    )
-    command = [sys.executable, "-c", code, "trace", "--json", "--", "sh", "-c", "sleep 0.6"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+def test_without_the_kernel_the_rest_is_still_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracefs, "TRACEFS", (Path("/nowhere"),))
+    done = kvtide("trace", "--json", "--", "sh", "-c", "sleep 0.6")
     assert done.returncode == 0, done.stderr
     assert "instead" in done.stderr
     trace = TraceFile(tmp_path / "trace.kvtrace")
@@ -78,7 +77,7 @@ def test_without_the_kernel_the_rest_is_still_seen(tmp_path: Path) -> None:
 @pytest.mark.skipif(not can_trace(), reason="the kernel may not be traced here")
 def test_ctrl_c_keeps_what_was_recorded_and_leaves_no_instance(tmp_path: Path) -> None:
     command = [*KVTIDE, "trace", "--json", "--", "sleep", "30"]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     name = f"{tracefs.PREFIX}{running.pid}-"
     instances = find_tracefs() / "instances"
     for _ in range(200):
@@ -95,9 +94,9 @@ def test_ctrl_c_keeps_what_was_recorded_and_leaves_no_instance(tmp_path: Path) -
 
 @pytest.mark.root
 @pytest.mark.skipif(not can_trace(), reason="the kernel may not be traced here")
-def test_an_instance_of_a_killed_process_is_taken_away(tmp_path: Path) -> None:
+def test_an_instance_of_a_killed_process_is_taken_away() -> None:
     instances = find_tracefs() / "instances"
-    running = subprocess.Popen([*KVTIDE, "trace", "--seconds", "30"], cwd=tmp_path)
+    running = subprocess.Popen([*KVTIDE, "trace", "--seconds", "30"])
     name = f"{tracefs.PREFIX}{running.pid}-"
     for _ in range(200):
         if any(path.name.startswith(name) for path in instances.iterdir()):
@@ -105,14 +104,14 @@ def test_an_instance_of_a_killed_process_is_taken_away(tmp_path: Path) -> None:
         time.sleep(0.05)
     running.kill()
     running.wait()
-    assert kvtide("trace", "--seconds", "0.2", cwd=tmp_path).returncode == 0
+    assert kvtide("trace", "--seconds", "0.2").returncode == 0
     assert not any(path.name.startswith(name) for path in instances.iterdir())
 
 
 @pytest.mark.parametrize("words", [[], ["--pid", str(os.getpid())]])
-def test_top_tells_one_view(words: list[str], tmp_path: Path) -> None:
-    done = kvtide("top", "--count", "1", "--interval", "0.3", "--json", *words, cwd=tmp_path)
+def test_top_tells_one_view(words: list[str]) -> None:
+    done = kvtide("top", "--count", "1", "--interval", "0.3", "--json", *words)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["seconds"] >= 0.3
-    shown = kvtide("top", "--count", "1", "--interval", "0.3", *words, cwd=tmp_path)
+    shown = kvtide("top", "--count", "1", "--interval", "0.3", *words)
     assert "ops/s" in shown.stdout

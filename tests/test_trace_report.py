@@ -6,7 +6,6 @@ import base64
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import polars as pl
 import pytest
 
+from inprocess import kvtide
 from kvtide.trace.file import About, Device, TraceWriter
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202e'\"\n"
@@ -63,8 +63,7 @@ def make_trace(path: Path, *, name: str = "vda", num_steps: int = 12, seed: int 
 
 
 def report(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvtide", "report", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return kvtide("report", *words)
 
 
 def test_terminal_and_json_tell_the_same_trace(tmp_path: Path) -> None:

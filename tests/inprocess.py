@@ -1,0 +1,35 @@
+"""The command line in this process: a new one for each case, which imports everything anew, takes most of the time."""
+
+from __future__ import annotations
+
+import functools
+import io
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
+
+import pytest
+
+from kvtide import cli, cli_run
+
+MODELS = cli_run._cache_dir() / "models"  # before a test says that the cache lies elsewhere
+
+
+def kvtide(*words: object, stdin: bytes | None = b"") -> subprocess.CompletedProcess[str]:
+    """Run the command with these words; None for `stdin` is one that was closed, as `<&-` does."""
+    out, err = io.StringIO(), io.StringIO()
+    argv = ["kvtide", *map(str, words)]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", argv)
+        patch.setattr(sys, "stdin", None if stdin is None else io.TextIOWrapper(io.BytesIO(stdin)))
+        code = cli._run()
+    return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
+
+
+@functools.cache
+def load_once(ref: str | None, *, dtype: str | None, **_where: Any) -> Any:
+    """Return a model, loaded when it is first asked for; the embedded one is unpacked once on a machine."""
+    from kvtide.integrations.transformers.models import load
+
+    return load(ref, dtype=dtype, cache_dir=MODELS)
