@@ -56,8 +56,7 @@ class Retrieval:
 
     def select(self, layer: int, query: Floats, reach: Reach) -> Selection:
         heads = self._layers[layer]
-        first, last, room = reach.bounds(1)
-        last = min(last, len(heads[0].keys))
+        first, last, room = reach.bounds(1, len(heads[0].keys))
         num = min(room, self._num_tokens)
         if reach.is_everything or last - first <= num:
             return Selection.everything(reach.num_tokens)
