@@ -243,6 +243,8 @@ class Session:
             try:
                 return self._store.loaded.model.generate(ids, cache=self.kv, max_new_tokens=max_new_tokens, **options)
             except LostKv as lost:
+                if self._store.selecting is not None:
+                    self._store.selecting.stop()  # what is computed again attends to everything
                 self._heal(lost)
                 self.prefill(reserve_tokens=max_new_tokens)
                 restore()
