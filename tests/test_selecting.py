@@ -295,7 +295,7 @@ def test_nobody_else_finds_kv_that_attention_to_a_selection_made(loaded: LoadedM
             with opened(loaded, tmp_path, name, dram_bytes=4 << 20 if run == 0 else least_dram("none")) as store:
                 session = store.session(prompt(NUM_PROMPT))
                 watched = Watched(session)
-                steps(session, [16, 16], tokens)
+                steps(session, [8, 8, 8, 8], tokens)
                 assert watched.num_checked == 32 * 4
                 child = session.fork()
                 session.release()
@@ -383,7 +383,7 @@ def test_nothing_is_held_after_a_step_that_broke_off(
 # More than one row
 
 
-def test_several_rows_attend_to_everything(loaded: LoadedModel, exact: object) -> None:
+def test_several_rows_attend_to_everything(loaded: LoadedModel) -> None:
     ids, how = prompt(NUM_PROMPT), {"max_new_tokens": 4, "num_return_sequences": 3, "do_sample": True}
     torch.manual_seed(5)
     expected = reference(loaded, ids, **how).sequences.tolist()
