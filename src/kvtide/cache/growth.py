@@ -107,10 +107,12 @@ class Growth:
         if keys:
             ledger.set_blocks(target, 0, np.frombuffer(b"".join(keys), KEY), self._parent(sequence, first))
 
-    def seal(self, sequence: Sequence, tokens: list[int]) -> Ids:
+    def seal(self, sequence: Sequence, tokens: list[int], *, is_exact: bool) -> Ids:
         """End the step in progress: its KV belongs to `tokens`. Return the units that became full."""
         ledger, pending = self._ledger, sequence.pending
         assert pending is not None, "no step was begun"
+        if not is_exact and sequence.num_exact is None:
+            sequence.num_exact = len(sequence.tokens)
         sequence.tokens.extend(tokens)
         ledger.num_tokens[pending[:, 0]] = pending[:, 2]
         self._extend_keys(sequence)
@@ -123,7 +125,7 @@ class Growth:
         """Compute the keys of blocks that became full, and let others find them."""
         block, group = self._layout.block_tokens, self._layout.group_blocks
         at = len(sequence.keys)
-        parent = sequence.keys[-1] if at else sequence.root
+        parent = sequence.parent_key(at, block)
         new = chain_keys(np.array(sequence.tokens[at * block :], np.int64), block_tokens=block, parent=parent)
         sequence.keys.extend(key.tobytes() for key in new)
         while at < len(sequence.keys):
@@ -142,7 +144,7 @@ class Growth:
         ledger.opener[units[-1]] = -1
         num_left = len(sequence.tokens) % block
         if num_left:
-            parent = sequence.keys[-1] if sequence.keys else sequence.root
+            parent = sequence.parent_key(len(sequence.keys), block)
             key = partial_keys(np.array(sequence.tokens[-num_left:], np.int64), parent=parent)[-1:]
             in_unit = len(sequence.keys) % self._layout.group_blocks
             ledger.set_blocks(units[-1], in_unit, key, self._parent(sequence, len(sequence.keys) - in_unit))
@@ -158,6 +160,8 @@ class Growth:
         self.close_tail(sequence)
         if len(table.truncate(ledger.pool, num_tokens)):
             ledger.was_refused[:] = False  # what became idle may make room below
+        if sequence.num_exact is not None and num_tokens <= sequence.num_exact:
+            sequence.num_exact = None
         del sequence.tokens[num_tokens:]
         del sequence.keys[num_tokens // self._layout.block_tokens :]
         sequence.units = np.array(table.units, np.int64)

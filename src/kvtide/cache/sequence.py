@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +29,8 @@ class Match:
 class Sequence:
     """Tokens whose KV is kept.
 
+    KV that attention to a selection made is not what the tokens alone make of it, nor the same another time: from
+    `num_exact` tokens on, blocks have keys that only this sequence can know, so nobody mistakes them for exact ones.
     Shapes: keys has one entry a full block; pending [n, 3] (unit, first token in it, end) of a step in progress.
     """
 
@@ -39,6 +43,8 @@ class Sequence:
     choice: Choice
     pending: npt.NDArray[np.int64] | None = None
     num_pending: int = 0
+    num_exact: int | None = None  # None: all
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     units: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __post_init__(self) -> None:
@@ -48,3 +54,10 @@ class Sequence:
     def num_tokens(self) -> int:
         """Tokens whose KV is complete in every layer."""
         return len(self.tokens)
+
+    def parent_key(self, block: int, block_tokens: int) -> bytes:
+        """Return the key that the key of `block` is computed from."""
+        key = self.keys[block - 1] if block else self.root
+        if self.num_exact is None or block < self.num_exact // block_tokens:
+            return key
+        return hashlib.sha256(b"kvtide own\0" + self.secret + key).digest()

@@ -149,6 +149,7 @@ class TieredCache:
                 keys=list(sequence.keys),
                 matched=Match(np.array(sequence.table.units, np.int64), len(sequence.tokens), ()),
                 choice=sequence.choice,
+                num_exact=sequence.num_exact,
             )
             self._next_id += 1
             self._live[child.sequence_id] = child
@@ -283,9 +284,10 @@ class TieredCache:
             window.uids[row] = self.ledger.uid[sequence.units]
             window.num_tokens[row] = len(sequence.tokens) + sequence.num_pending
 
-    def seal(self, sequence: Sequence, tokens: npt.ArrayLike) -> None:
+    def seal(self, sequence: Sequence, tokens: npt.ArrayLike, *, is_exact: bool = True) -> None:
         """End a step: the pending KV belongs to `tokens`. Full groups are queued for the tier below.
 
+        KV that is not `is_exact`, and all behind it, serves this sequence alone: nobody else finds it.
         Shapes: tokens [T], as many as the step was begun with.
         """
         ids = np.asarray(tokens, np.int64).tolist()
@@ -293,7 +295,7 @@ class TieredCache:
         assert len(ids) == sequence.num_pending, "a step is sealed with as many tokens as it had"
         self._note_pace()
         with self._lock:
-            full = self._growth.seal(sequence, ids)
+            full = self._growth.seal(sequence, ids, is_exact=is_exact)
         if len(full) and self._tier is not None and self._options.write_policy == "through":
             job = self._mover.submit(lambda: self._traffic.store(full, "prefill-write"), WRITE_BACK)
             job.add_done_callback(self._note_store)

@@ -12,8 +12,7 @@ def best(scores: Floats, reach: Reach, unit: int) -> Selection:
 
     Shapes: scores [h, units], of all whole units from the first token on; h is 1 or the KV heads.
     """
-    first, last, num = reach.bounds(unit)
-    last = min(last, scores.shape[1])
+    first, last, num = reach.bounds(unit, scores.shape[1])
     if reach.is_everything or last - first <= num:
         return Selection.everything(reach.num_tokens)
     return Selection(unit, top(scores[:, first:last], num) + first, first, last, reach.num_tokens)

@@ -1,10 +1,12 @@
 """Keeps a head's last selection while its query stays close (CLO, arXiv 2511.14510). Pure. Next: pmr.
 
 Wraps any selector. A head whose query has cosine `threshold` or more with the query of its last selection keeps that
-selection: nothing is scored and nothing new is read. Else it is selected anew. Important heads are stricter: the
-threshold of a head lies between `threshold` and 1, the closer to 1 the more of its selections changed when they were
-made anew (the paper adapts to head importance without saying how; this is our reading). The thresholds meet the inner
-selector's one query: KV heads that share one list are judged together, by the least similar.
+selection: nothing is scored and nothing new is read. Else it is selected anew. The paper adapts thresholds to the
+importance of a head without saying how; here all have the same. A KV head is judged by the least similar of its query
+heads, and KV heads that share one list together.
+
+A kept selection attends to what came since as far as the budget goes, to the oldest of it last; where not even the
+recent tokens fit any more, all heads are selected anew.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Clo:
         num_kv = self._heads.num_kv
         self.num_asked += num_kv
         last = self._last.get(layer)
-        if last is None or last[1].is_everything or reach.is_everything:
+        kept = None if last is None else self._kept(last[1], reach)
+        if last is None or kept is None:
             return self._remember(layer, query, self._inner.select(layer, query, reach))
         old_query, old = last
         keeps = self._cosines(query, old_query) >= self._threshold
@@ -44,18 +47,30 @@ class Clo:
             keeps[:] = keeps.all()
         self.num_kept += int(keeps.sum())
         if keeps.all():
-            return Selection(old.unit, old.ids, old.first, old.last, reach.num_tokens, old.need)
+            return kept
         new = self._inner.select(layer, query, reach)
-        if not keeps.any() or new.is_everything or new.ids.shape != old.ids.shape:
+        is_mixable = not new.is_everything and new.ids.shape == old.ids.shape and new.last >= old.last
+        if not keeps.any() or not is_mixable:
             return self._remember(layer, query, new)
         ids = np.where(keeps[:, None], old.ids, new.ids)
         by_kv = np.where(keeps[:, None, None], self._heads.by_kv(old_query), self._heads.by_kv(query))
-        mixed = Selection(new.unit, ids, new.first, min(old.last, new.last), reach.num_tokens, new.need)
+        mixed = Selection(new.unit, ids, new.first, new.last, reach.num_tokens, new.need)
         return self._remember(layer, by_kv.reshape(query.shape), mixed)
 
     def fast_bytes(self) -> int:
         kept = sum(query.nbytes + selection.ids.nbytes for query, selection in self._last.values())
         return self._inner.fast_bytes() + kept
+
+    def _kept(self, old: Selection, reach: Reach) -> Selection | None:
+        """Return `old` for the tokens there are now; None if it left nothing out, or fits no more."""
+        if old.is_everything or reach.is_everything:
+            return None
+        first, latest, _ = reach.bounds(old.unit)
+        num_tail = reach.budget - (first + old.ids.shape[1]) * old.unit
+        last = max(old.last, -(-(reach.num_tokens - num_tail) // old.unit))
+        if first != old.first or last > latest:
+            return None
+        return Selection(old.unit, old.ids, first, last, reach.num_tokens, old.need)
 
     def _remember(self, layer: int, query: Floats, selection: Selection) -> Selection:
         self._last[layer] = query.copy(), selection

@@ -76,16 +76,23 @@ class Reach:
         """Whether the budget covers all tokens."""
         return self.budget >= self.num_tokens
 
-    def bounds(self, unit: int) -> tuple[int, int, int]:
-        """Return the first unit to choose from, the one after the last, and how many the budget leaves room for."""
+    def bounds(self, unit: int, num_units: int | None = None) -> tuple[int, int, int]:
+        """Return the first unit to choose from, the one after the last, and how many the budget leaves room for.
+
+        `num_units` are summarised (None: all): what comes behind them is attended, so it takes room from the others.
+        """
         first = -(-self.sinks // unit)
-        last = max(first, (self.num_tokens - self.recent) // unit)
+        last = (self.num_tokens - self.recent) // unit
+        last = max(first, last if num_units is None else min(last, num_units))
         always = min(self.num_tokens, first * unit) + max(0, self.num_tokens - last * unit)
         return first, last, min(max(0, (self.budget - always) // unit), last - first)
 
-    def check(self, unit: int) -> None:
-        """Raise ConfigError if the budget leaves no room for a single chosen unit beside what is always kept."""
-        always = -(-self.sinks // unit) * unit + self.recent + unit - 1
+    def check(self, unit: int, num_fresh: int = 0) -> None:
+        """Raise ConfigError if the budget leaves no room for a single chosen unit beside what is always kept.
+
+        Up to `num_fresh` of the latest tokens may not be summarised yet.
+        """
+        always = -(-self.sinks // unit) * unit + max(self.recent, num_fresh) + unit - 1
         if self.budget < always + unit:
             raise ConfigError(
                 f"a budget of {self.budget} tokens is too small: {always} are kept always (sinks, recent ones and the "
@@ -114,7 +121,7 @@ class Budget:
             number = -1.0
         if text.endswith("%"):
             number /= 100
-        elif number >= 1 and number == int(number):
+        elif number >= 1 and number.is_integer():
             return cls(tokens=int(number))
         if not 0 < number <= 1:
             raise ConfigError(

@@ -57,10 +57,9 @@ class InfiniGen:
         self._rows[layer].append(np.matmul(keys.post.transpose(1, 0, 2), self._skew[layer]).transpose(1, 0, 2))
 
     def select(self, layer: int, query: Floats, reach: Reach) -> Selection:
-        first, last, num = reach.bounds(1)
+        first, last, num = reach.bounds(1, len(self._rows[layer].rows))
         partial = np.matmul(self._heads.by_kv(query), self._skew[layer])  # [Hkv, G, columns]
         scores = (partial @ self._rows[layer].rows.transpose(1, 2, 0)).max(axis=1) * self._heads.scaling
-        last = min(last, scores.shape[1])
         if reach.is_everything or last - first <= num:
             return Selection.everything(reach.num_tokens)
         scores = scores[:, first:last]

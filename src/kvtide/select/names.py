@@ -13,6 +13,7 @@ from kvtide.select.infinigen import InfiniGen
 from kvtide.select.kvswap import KvSwap
 from kvtide.select.lowrank import LowRank
 from kvtide.select.quest import Quest
+from kvtide.select.retrieval import Retrieval
 from kvtide.select.shadowkv import ShadowKv
 from kvtide.units import printable
 
@@ -26,7 +27,7 @@ def make_selector(name: str, heads: Heads, *, group_tokens: int) -> Selector:
 
     A name of two parts, as `clo+quest`, wraps the second in the first; clo and pmr alone wrap the default. Methods that
     read whole groups of all heads choose in the store's own groups; the others keep their paper's unit.
-    Raises: ConfigError for an unknown name.
+    Raises: ConfigError for an unknown name; UnsupportedError where the library of a method is missing.
     """
     first, plus, rest = name.partition("+")
     if first == "pmr":  # drafts, which the integration makes, around an ordinary selection
@@ -38,6 +39,7 @@ def make_selector(name: str, heads: Heads, *, group_tokens: int) -> Selector:
         "quest": lambda: Quest(heads),
         "shadowkv": lambda: ShadowKv(heads, is_exact_keys=False),
         "infinigen": lambda: InfiniGen(heads),
+        "retrieval": lambda: Retrieval(heads),
         "kvswap": lambda: KvSwap(heads, unit=group_tokens),
         "lowrank": lambda: LowRank(heads, unit=group_tokens),
         "window": lambda: WindowOnly(heads),

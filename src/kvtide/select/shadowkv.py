@@ -55,7 +55,7 @@ class ShadowKv:
         self._landmarks[layer], self._misfit[layer] = Rows((heads.num_kv, heads.dim)), Rows((heads.num_kv,))
         self._open[layer] = self._open[layer][:0]
         if not self._is_exact_keys:
-            flat = keys.before_rope().reshape(len(keys.post), -1)
+            flat = keys.before_rope().reshape(-1, self._heads.num_kv * self._heads.dim)
             self._rope = keys.rope
             self._bases[layer] = basis(flat, self._rank)
             self._factors[layer] = Rows((self._rank,))
@@ -63,7 +63,9 @@ class ShadowKv:
 
     def on_append(self, layer: int, keys: Keys) -> None:
         if not self._is_exact_keys:
-            self._factors[layer].append(keys.before_rope().reshape(len(keys.post), -1) @ self._bases[layer])
+            self._factors[layer].append(
+                keys.before_rope().reshape(-1, self._heads.num_kv * self._heads.dim) @ self._bases[layer]
+            )
         tokens = np.concatenate([self._open[layer], keys.post])
         num = len(tokens) // self.unit
         chunks = tokens[: num * self.unit].reshape(num, self.unit, self._heads.num_kv, self._heads.dim)
@@ -76,8 +78,7 @@ class ShadowKv:
 
     def select(self, layer: int, query: Floats, reach: Reach) -> Selection:
         landmarks = self._landmarks[layer].rows
-        first, last, num = reach.bounds(self.unit)
-        last = min(last, len(landmarks))
+        first, last, num = reach.bounds(self.unit, len(landmarks))
         if reach.is_everything or last - first <= num:
             return Selection.everything(reach.num_tokens)
         logits = self._heads.by_kv(query) @ landmarks[first:last].transpose(1, 2, 0) * self._heads.scaling

@@ -123,7 +123,7 @@ class TieredKv(Cache):  # type: ignore[misc]
         """Keep KV of one layer; attention finds the rest itself. Returns what it was given."""
         self.cache.write(self.sequences[0], layer, _rows(k[0]), _rows(v[0]))
         if layer == self._num_layers - 1:
-            self._seal()
+            self._seal(is_exact=False)
         return k, v
 
     def reorder(self, rows: list[int]) -> None:
@@ -192,10 +192,10 @@ class TieredKv(Cache):  # type: ignore[misc]
         for sequence in self.sequences:
             self.cache.begin_step(sequence, num_new)
 
-    def _seal(self) -> None:
+    def _seal(self, *, is_exact: bool = True) -> None:
         assert self._step is not None
         for row, sequence in enumerate(self.sequences):
-            self.cache.seal(sequence, self._step[row].numpy())
+            self.cache.seal(sequence, self._step[row].numpy(), is_exact=is_exact)
         self._step = None
 
     def _tensors(self, window: Window, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,6 +30,7 @@ from kvtide.integrations.transformers.models import LoadedModel
 from kvtide.integrations.transformers.selecting import Selecting
 from kvtide.integrations.transformers.wiring import Wiring
 from kvtide.select.contract import Budget
+from kvtide.select.full import Full
 from kvtide.select.names import make_selector
 from kvtide.spec import Identity, KVShape, SlotLayout, Split, auto_group_blocks
 from kvtide.tiers.namespace import OpenNamespace, open_namespace
@@ -135,7 +136,11 @@ class KvStore:
         self.selecting: Selecting | None = None
         self.drafter: Drafter | None = None
         if options.select is not None:
-            self._wiring, self.selecting = self._select(options.select)
+            try:
+                self._wiring, self.selecting = self._select(options.select)
+            except BaseException:
+                self._close_tiers()
+                raise
         self._hook = loaded.model.register_forward_pre_hook(_tell_tokens, with_kwargs=True)
 
     def session(self, tokens: list[int], *, salt: str = "") -> Session:
@@ -159,16 +164,27 @@ class KvStore:
         wiring = Wiring(self.loaded)
         selector = make_selector(options.name, wiring.heads, group_tokens=self.layout.tokens_per_group)
         selecting = Selecting(self.cache, wiring, selector, options.budget, self.loaded.torch_dtype)
+        if options.budget.tokens:
+            self.check_budget(selecting, options.budget.tokens + 1)
         if options.name.partition("+")[0] == "pmr":
             self.drafter = Drafter(self.loaded.model)
         wiring.attach(_before)
         return wiring, selecting
+
+    def check_budget(self, selecting: Selecting, num_tokens: int) -> None:
+        """Raise ConfigError if what a step over `num_tokens` may attend to leaves nothing to choose."""
+        reach = selecting.budget.reach(num_tokens)
+        if not reach.is_everything and not isinstance(selecting.selector, Full):
+            reach.check(selecting.selector.unit, num_fresh=self.layout.tokens_per_group + 1)
 
     def close(self) -> None:
         """Store what the file tier lacks and give everything back. Idempotent."""
         self._hook.remove()
         if self._wiring is not None:
             self._wiring.detach()
+        self._close_tiers()
+
+    def _close_tiers(self) -> None:
         try:
             self.cache.close()
         finally:
@@ -220,8 +236,10 @@ class Session:
 
         KV that turns out unreadable on the way is computed again, and what is drawn on a CPU is drawn the same again.
         Options go to `generate` as they are.
-        Raises: as `prefill`.
+        Raises: as `prefill`; ConfigError if a store that selects may attend to too small a share of this prompt.
         """
+        if self._store.selecting is not None:
+            self._store.check_budget(self._store.selecting, len(self.tokens))
         ids = self._ids(0, len(self.tokens))
         # The mask is given, or `generate` would leave out every token of the prompt that is also the padding token.
         options = {"pad_token_id": _pad_id(self._store.loaded), "attention_mask": torch.ones_like(ids)} | options
@@ -233,6 +251,8 @@ class Session:
                     return self._generate_drafted(max_new_tokens, options)
                 return self._store.loaded.model.generate(ids, cache=self.kv, max_new_tokens=max_new_tokens, **options)
             except LostKv as lost:
+                if self._store.selecting is not None:
+                    self._store.selecting.stop()  # what is computed again attends to everything
                 self._heal(lost)
                 self.prefill(reserve_tokens=max_new_tokens)
                 restore()

@@ -115,9 +115,12 @@ def _attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     step = getattr(module, "kvtide_step", None)
-    if step is not None and step.is_sparse:
-        return step.attend(int(module.layer_idx), query, key), None
+    if step is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0], None
+    layer, own, given = int(module.layer_idx), getattr(module, "scaling", None), options.get("scaling")
+    plain = query if own is None or given is None or own == given else query * (given / own)  # OPT scales beforehand
+    if step.is_sparse:
+        return step.attend(layer, plain, key), None
     out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    if step is not None:
-        step.summarise(int(module.layer_idx), query, key)
+    step.summarise(layer, plain, key)
     return out, None
