@@ -56,6 +56,7 @@ class StoreOptions:
     group_blocks: int | None = None  # None: the smallest whose fragments reach the drive's knee
     knee_bytes: int = KNEE_BYTES  # read only where `group_blocks` is None
     split: Split = "none"  # how layers are cut into fragments: none, kv or head
+    gap_bytes_max: int = 0  # how far apart fragments may lie in the file that are read together
     adapter: str = ""
     engine: str = "auto"
     write_policy: Literal["through", "back"] = "through"
@@ -108,6 +109,7 @@ class KvStore:
                 capacity_bytes=options.disk_bytes,
                 engine=options.engine,
                 recorder=recorder,
+                gap_bytes_max=options.gap_bytes_max,
             )
         try:
             self.cache = TieredCache(
