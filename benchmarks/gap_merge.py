@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from _bench import RESULTS, environment, parser, summary, warnings_of, write_result
 from _tier import COLD, MIB, UNKNOWN_ACCESS
+from kvtide import __version__
 from kvtide.io.opening import open_engine
 from kvtide.io.ops import OP, READ, WRITE, Engine, address_of, aligned_buffer
 from kvtide.io.schedule import Merged, merge
@@ -81,7 +82,7 @@ def main() -> int:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Return the whole result."""
     args.dir.mkdir(parents=True, exist_ok=True)
-    probe = probe_path(args.dir, ProbeOptions(seconds=args.probe_seconds)) if args.probe_seconds else None
+    probe = probed(args) if args.probe_seconds else None
     path = args.dir / "gap_merge.kvt"
     fd, is_direct = open_data(path)
     engine = open_engine(args.engine, depth_max=DEPTH)
@@ -116,15 +117,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def probed(args: argparse.Namespace) -> Probe:
+    """Return a probe of the drive under the benchmark's directory."""
+    options = ProbeOptions(seconds=args.probe_seconds, engine=args.engine, file_bytes_max=args.file_mib * MIB)
+    return probe_path(args.dir, options, version=__version__)
+
+
 def measure(place: Place, density: float, repeats: int, rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Read so large a part of the fragments, other ones each time, with every gap in turn."""
+    """Read so large a part of the fragments, drawn anew for each run, with every gap in turn."""
     times: dict[int, list[float]] = {gap: [] for gap in GAP_FRAGMENTS}
     moved: dict[int, list[tuple[int, int, int]]] = {gap: [] for gap in GAP_FRAGMENTS}
     total = len(place.order)
     for repeat in range(repeats + 1):  # the first warms up
-        wanted = np.sort(rng.permutation(total)[: max(2, round(density * total))])
-        batch = place.batch(wanted, READ)
         for gap in GAP_FRAGMENTS if repeat % 2 else GAP_FRAGMENTS[::-1]:
+            wanted = np.sort(rng.permutation(total)[: max(2, round(density * total))])
+            batch = place.batch(wanted, READ)
             merged = merge(batch, bytes_max=OP_BYTES_MAX, gap_bytes_max=gap * FRAGMENT_BYTES)
             seconds = place.do(merged)
             if repeat:
