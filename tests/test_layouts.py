@@ -6,6 +6,9 @@ import io
 import json
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide import cli
+from kvtide.cli_layout import lay_out
 from kvtide.errors import ConfigError
 from kvtide.planner.layouts import Candidate, Case, Pattern, choose, layout_for, predict, read_time
 from kvtide.roofline import Roof
-from kvtide.spec import KVShape, Layout
+from kvtide.select.contract import Budget
+from kvtide.spec import KVShape, Layout, page_up
 from kvtide.spec.presets import preset
 
 NVME = Roof(latency_ns=80_000, channel_bytes_per_s=3.4e9, iops_max=1e6, bytes_per_s_max=6.8e9)  # 6,800 bytes an op
@@ -185,6 +190,56 @@ def test_a_store_gets_groups_by_the_knee_unless_something_is_selected() -> None:
 def test_patterns_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         Pattern(**wrong)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `lay_out` reads of a store's options, without the library of models."""
+
+    directory: Path
+    select: object = None
+    block_tokens: int = 16
+    group_blocks: int | None = None
+    knee_bytes: int = 128 << 10
+    disk_bytes: int = 1 << 30
+    split: str = "none"
+    gap_bytes_max: int = 0
+
+
+def laid(tmp_path: Path, name: str, method: str = "", **typed: object) -> tuple[str, str, int | None]:
+    select = SimpleNamespace(name=method, budget=Budget(tokens=512)) if method else None
+    options, told = lay_out(Options(tmp_path, select, **typed), name, SMOL, 8192, cache_dir=tmp_path)
+    assert (options.gap_bytes_max, told.gap.num_bytes) == (0, 0)  # no probe
+    assert told.lines()[0].startswith(f"layout {told.picked.name}: ")
+    return told.picked.name, options.split, options.group_blocks
+
+
+def test_a_run_lays_out_what_its_method_reads(tmp_path: Path) -> None:
+    assert laid(tmp_path, "auto") == ("groups", "none", None)
+    assert laid(tmp_path, "auto", group_blocks=4) == ("groups", "none", 4)
+    assert laid(tmp_path, "kv-apart", "quest", group_blocks=2) == ("kv-apart", "kv", 2)
+    assert laid(tmp_path, "block-first") == ("block-first", "none", 1)
+    for method in ("lowrank", "clo", "pmr"):  # they choose the store's groups: small ones
+        assert laid(tmp_path, "auto", method) == ("block-first", "none", 1)
+    for method in ("quest", "clo+quest", "infinigen"):  # each head its own
+        assert laid(tmp_path, "auto", method)[:2] == ("head-major", "head")
+    assert laid(tmp_path, "auto", "quest", group_blocks=8) == ("head-major", "head", 8)
+
+
+def test_a_probed_drive_gives_the_gap_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = SimpleNamespace(read=SimpleNamespace(roof=SLOW_IOPS))
+    monkeypatch.setattr("kvtide.probe.file.find_probe", lambda *_: (probe, "probe: p.json"))
+    monkeypatch.setattr("kvtide.cli_layout.find_probe", lambda *_: (probe, "probe: p.json"))
+    select = SimpleNamespace(name="quest", budget=Budget(tokens=512))
+    options, told = lay_out(Options(tmp_path, select), "auto", SMOL, 8192, cache_dir=tmp_path)
+    fragment = page_up(SMOL.layers[0].token_bytes // 3 * 16 * (options.group_blocks or 0))
+    assert options.gap_bytes_max == max(0, int((250_000 - fragment) // 4096 * 4096))  # the knee less a fragment
+    assert "this drive, as probed" in " ".join(told.picked.reasons)
+    options, told = lay_out(Options(tmp_path, select, disk_bytes=0), "groups", SMOL, 8192, cache_dir=tmp_path)
+    assert options.gap_bytes_max == 0
+    options, told = lay_out(Options(tmp_path), "block-first", SMOL, 8192, cache_dir=tmp_path)
+    assert options.gap_bytes_max == (250_000 - 24 * 1024) // 4096 * 4096
+    assert "gaps of up to" in told.lines()[1]
 
 
 def plan(*words: str) -> tuple[int, str]:
