@@ -5,9 +5,9 @@ Decides what a selection method reads of a store, and whose figures stand in for
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtide.errors import ConfigError
 from kvtide.hardware import load as load_catalogue
@@ -46,6 +46,13 @@ class Laid:
         if self.gap.num_bytes:
             told.append(f"reads go on over gaps of up to {format_bytes(self.gap.num_bytes)} ({self.gap.source})")
         return told
+
+    def report(self) -> dict[str, Any]:
+        """Return the same for `--json`, with every reason."""
+        return {
+            "layout": {"name": self.picked.name, "reasons": list(self.picked.reasons)},
+            "gap": asdict(self.gap),
+        }
 
 
 def is_block_first(layout: str, group_blocks: str) -> bool:

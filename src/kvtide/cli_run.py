@@ -135,9 +135,7 @@ def run(
     options, laid = lay_out(options, layout, shape, num_tokens, cache_dir=_cache_dir())
     show = _Show(console, is_quiet=as_json)
     with KvStore(loaded, options, recorder=recorder) as store:
-        show.opening(store)
-        for line in laid.lines():
-            show.line(line)
+        show.opening(store, laid.lines())
         turn_options = TurnOptions(max_new_tokens=max_new_tokens, num_samples=samples, salt=salt, is_verified=verify)
         runner = TurnRunner(store, recorder, turn_options, on_text=show.text, on_prefill=show.prefill)
         turns: list[Turn] = []
@@ -148,8 +146,7 @@ def run(
         about = _about(store) if trace is not None else None
         report = _report(store, turns, verify=verify)
         report["knee"] = dataclasses.asdict(knee) if knee else None
-        report["layout"] = {"name": laid.picked.name, "reasons": laid.picked.reasons}
-        report["gap"] = dataclasses.asdict(laid.gap)
+        report |= laid.report()
         if not as_json:
             show.summary(store, turns, verify=verify)
     try:
@@ -282,7 +279,7 @@ class _Show:
         if not self._is_quiet:
             self._console.print(printable(text, keep="\n"), soft_wrap=True)
 
-    def opening(self, store: KvStore) -> None:
+    def opening(self, store: KvStore, more: list[str]) -> None:
         options, layout, parts = store.options, store.layout, store.layout.parts_per_layer
         where = "no file tier"
         if store.namespace is not None:
@@ -297,6 +294,8 @@ class _Show:
             f"device {format_bytes(options.device_bytes)}, DRAM {format_bytes(options.dram_bytes)}, "
             f"file {format_bytes(options.disk_bytes)}: {where}"
         )
+        for line in more:
+            self.line(line)
 
     def text(self, piece: str) -> None:
         if not self._is_quiet:
