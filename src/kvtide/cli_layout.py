@@ -85,8 +85,6 @@ def lay_out(
         pattern, group_blocks = pattern_of(options.select, num_tokens, options.block_tokens)
         group_blocks = options.group_blocks or group_blocks
         case = Case(shape, options.block_tokens, num_tokens, pattern, read_ns, drive, group_blocks=group_blocks)
-        if group_blocks == 1 and pattern.num_chosen(num_tokens) * pattern.unit_tokens >= num_tokens:
-            case = None  # the budget covers everything
     picked = layout_for(name, case)
     group = options.group_blocks or picked.group_blocks
     options = replace(options, split=picked.layout.split, group_blocks=group)
