@@ -40,9 +40,18 @@ def small_identity(layout: SlotLayout, model: str = "small") -> Identity:
     )
 
 
-def open_small(root: Path, layout: SlotLayout, num_slots: int = 16, engine: str = "auto") -> OpenNamespace:
+def open_small(
+    root: Path, layout: SlotLayout, num_slots: int = 16, engine: str = "auto", gap_bytes_max: int = 0
+) -> OpenNamespace:
     capacity_bytes = 4096 + num_slots * layout.slot_bytes
-    return open_namespace(root, small_identity(layout), layout, capacity_bytes=capacity_bytes, engine=engine)
+    return open_namespace(
+        root,
+        small_identity(layout),
+        layout,
+        capacity_bytes=capacity_bytes,
+        engine=engine,
+        gap_bytes_max=gap_bytes_max,
+    )
 
 
 def kv_rows(tokens: list[int], layer: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:

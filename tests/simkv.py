@@ -16,6 +16,7 @@ from kvtide.io.sim import NO_FAULTS, Faults, SimEngine, VirtualClock
 from kvtide.spec import SlotLayout
 from kvtide.tiers.contract import READ_REQUEST, GroupRecords, Tier
 from kvtide.tiers.file import FileTier
+from kvtide.trace.record import Recorder
 
 MODEL = DeviceModel(
     read_latency_ns=80_000,
@@ -29,12 +30,20 @@ MODEL = DeviceModel(
 
 
 def sim_tier(
-    drive: SimDrive, layout: SlotLayout, num_slots: int, faults: Faults = NO_FAULTS, *, seed: int = 0
+    drive: SimDrive,
+    layout: SlotLayout,
+    num_slots: int,
+    faults: Faults = NO_FAULTS,
+    *,
+    seed: int = 0,
+    gap_bytes_max: int = 0,
+    recorder: Recorder | None = None,
 ) -> FileTier:
     """Open the drive's one file as a process does after a crash: by scanning."""
     fd = drive.open("data", size_bytes=PAGE_BYTES + num_slots * layout.slot_bytes, direct=True)
     engine = SimEngine(drive, VirtualClock(), faults, seed=seed)
-    tier = FileTier(engine, fd, layout, small_identity(layout).digest(), num_slots)
+    digest = small_identity(layout).digest()
+    tier = FileTier(engine, fd, layout, digest, num_slots, recorder=recorder, gap_bytes_max=gap_bytes_max)
     tier.scan()
     return tier
 

@@ -18,13 +18,15 @@ from kvhelp import open_small, small_identity, small_layout
 from kvtide.blocks import KEY
 from kvtide.errors import ConfigError, FormatError, IoError
 from kvtide.io.drive import SimDrive
+from kvtide.io.ops import READ
 from kvtide.io.sim import Faults, SimEngine, VirtualClock
 from kvtide.spec import SlotLayout
 from kvtide.tiers.contract import CORRUPT, FAILED, MISSING, OK
 from kvtide.tiers.file import SCAN_SLOTS, FileTier
 from kvtide.tiers.header import HeaderCodec
 from kvtide.tiers.namespace import OpenNamespace, open_namespace
-from simkv import MODEL, Groups, check_slots, group_key, sim_tier
+from kvtide.trace.record import Recorder
+from simkv import MODEL, Groups, check_slots, group_bytes, group_key, sim_tier
 
 LAYOUT = small_layout()
 GROUPS = Groups(LAYOUT)
@@ -341,6 +343,61 @@ def test_a_full_disk_is_an_error_that_says_so(tmp_path: Path) -> None:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
+# Reads over gaps
+
+
+def test_reads_are_joined_over_gaps_and_what_that_moves_is_counted() -> None:
+    page, recorder = 4096, Recorder()
+    tier = sim_tier(SimDrive(MODEL), LAYOUT, 4, gap_bytes_max=page, recorder=recorder)
+    GROUPS.write(tier, KEYS[:3], [0] * 3)  # slots of a header and three fragments, a page each
+    num, moved = tier.stats().num_reads, tier.stats().read_bytes
+    _, before = recorder.counts()
+    statuses, parts = GROUPS.read(tier, KEYS[:3], [(0, 0), (0, 2), (1, 0), (2, 2)])
+    assert statuses == [OK] * 4
+    for (row, fragment), part in zip([(0, 0), (0, 2), (1, 0), (2, 2)], parts, strict=True):
+        np.testing.assert_array_equal(part, group_bytes(LAYOUT, KEYS[row], 0, fragment))
+    assert tier.stats().num_reads - num == 2  # three with a page between each, and one six pages on
+    assert tier.stats().read_bytes - moved == 6 * page
+    assert tier.stats().gap_bytes == 2 * page
+    assert sorted(recorder.ops_between(before, before + 9)["num_fragments"].tolist()) == [1, 3]
+    GROUPS.write(tier, [KEYS[3]], [0])
+    assert tier.stats().gap_bytes == 2 * page, "no write goes over a gap"
+
+
+class BadPage:
+    """An engine whose reads fail that touch one page of the file."""
+
+    def __init__(self, engine: SimEngine, offset: int) -> None:
+        self._engine, self._offset, self._failing = engine, offset, set[int]()
+        self.depth_max = engine.depth_max
+
+    def submit(self, batch: np.ndarray) -> None:
+        for row in batch:
+            if row["kind"] == READ and row["offset"] <= self._offset < row["offset"] + row["length"]:
+                self._failing.add(int(row["tag"]))
+        self._engine.submit(batch)
+
+    def reap(self, wait_num: int = 0) -> np.ndarray:
+        done = self._engine.reap(wait_num)
+        bad = np.isin(done["tag"], list(self._failing))
+        self._failing -= set(done["tag"].tolist())
+        done["length"][bad], done["error"][bad] = 0, errno.EIO
+        return done
+
+
+def test_a_bad_page_in_a_gap_costs_nothing_that_was_wanted() -> None:
+    tier = sim_tier(SimDrive(MODEL), LAYOUT, 4, gap_bytes_max=4096)
+    GROUPS.write(tier, KEYS[:1], [0])
+    tier._engine = BadPage(tier._engine, 4096 + LAYOUT.fragment_offset[1])
+    statuses, parts = GROUPS.read(tier, KEYS[:1], [(0, 0), (0, 2)])
+    assert statuses == [OK, OK]
+    np.testing.assert_array_equal(parts[1], group_bytes(LAYOUT, KEYS[0], 0, 2))
+    assert tier.stats().num_failed == 0
+    statuses, _ = GROUPS.read(tier, KEYS[:1], [(0, 0), (0, 1), (0, 2)])
+    assert FAILED in statuses
+    assert tier.stats().num_failed == statuses.count(FAILED)
+
+
 # Faults
 
 
@@ -358,7 +415,7 @@ FAULTS = [
 @pytest.mark.parametrize("seed", range(3))
 def test_no_fault_gives_wrong_bytes_or_leaks_a_slot(faults: Faults, seed: int) -> None:
     drive, versions = SimDrive(MODEL), dict[bytes, list[int]]()
-    tier = sim_tier(drive, LAYOUT, 5, faults, seed=seed)
+    tier = sim_tier(drive, LAYOUT, 5, faults, seed=seed, gap_bytes_max=4096 * (seed % 2))
     rng, seen = np.random.default_rng(seed), set[int]()
     for version in range(40):
         keys = [KEYS[index] for index in rng.permutation(len(KEYS))[: int(rng.integers(1, 4))]]

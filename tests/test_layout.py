@@ -242,6 +242,19 @@ LLAMA_RUNS = {
     (Layout.LAYER_FIRST, Access.READ_BLOCKS): (32 << 10, 20, 640 << 10),
     (Layout.LAYER_FIRST, Access.READ_VALUES): (32 << 10, 10, 320 << 10),
     (Layout.LAYER_FIRST, Access.READ_HEAD_TOKENS): (256, 20, 5120),
+    # One of 8 heads: 10 blocks of 16 tokens, or 4,096 tokens; a row of K or V has 256 bytes.
+    (Layout.BLOCK_FIRST, Access.READ_HEAD_BLOCKS): (8 << 10, 10, 640 << 10),
+    (Layout.BLOCK_FIRST, Access.READ_HEAD): (8 << 10, 256, 16 << 20),
+    (Layout.LAYER_MAJOR, Access.READ_HEAD_BLOCKS): (4 << 10, 20, 640 << 10),
+    (Layout.LAYER_MAJOR, Access.READ_HEAD): (32 << 10, 64, 16 << 20),
+    (Layout.KV_APART, Access.READ_HEAD_BLOCKS): (4 << 10, 20, 640 << 10),
+    (Layout.KV_APART, Access.READ_HEAD): (32 << 10, 64, 16 << 20),
+    (Layout.HEAD_MAJOR, Access.READ_HEAD_BLOCKS): (4 << 10, 20, 80 << 10),
+    (Layout.HEAD_MAJOR, Access.READ_HEAD): (32 << 10, 64, 2 << 20),
+    (Layout.TOKEN_FIRST, Access.READ_HEAD_BLOCKS): (256, 320, 80 << 10),
+    (Layout.TOKEN_FIRST, Access.READ_HEAD): (256, 8192, 2 << 20),
+    (Layout.LAYER_FIRST, Access.READ_HEAD_BLOCKS): (256, 320, 80 << 10),
+    (Layout.LAYER_FIRST, Access.READ_HEAD): (256, 8192, 2 << 20),
 }
 
 

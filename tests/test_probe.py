@@ -27,7 +27,9 @@ from kvtide.probe.file import (
     Probe,
     as_json,
     default_path,
+    find_gap,
     find_knee,
+    gap_bytes_max,
     knee_bytes_of,
     load,
     save,
@@ -415,6 +417,43 @@ def test_a_probe_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert load(tmp_path / "p.json") == probe
     assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
     assert load(tmp_path / "p.json").roofline.read == probe.read.roof
+
+
+def test_the_gap_is_what_an_op_costs_in_bytes() -> None:
+    deep = Roof(latency_ns=100_000, channel_bytes_per_s=1e9, iops_max=100_000, bytes_per_s_max=4e9)
+    assert deep.gap_bytes(4096, 64) == pytest.approx(40_000 - 4096)  # the knee is 40,000 bytes: 4e9 / 1e5
+    assert deep.gap_bytes(40_000, 64) == pytest.approx(0, abs=1e-6)
+    assert deep.gap_bytes(1 << 20, 64) == pytest.approx(0, abs=1e-6)
+    assert deep.gap_bytes(4096, 1) == pytest.approx(100_000)  # 100 us at 1 GB/s
+    host = dataclasses.replace(deep, host_ns=20_000)  # one thread submits 50,000 a second: 80,000 bytes each
+    assert host.gap_bytes(4096, 64) == pytest.approx(80_000 - 4096)
+
+
+@given(
+    st.floats(1e3, 1e7), st.floats(1e8, 1e10), st.floats(1e3, 1e6), st.floats(1e8, 1e10),
+    st.integers(1, 1 << 20), st.integers(1, 256), st.integers(2, 64),
+)  # fmt: skip
+def test_reads_joined_over_the_gap_are_never_slower(
+    latency_ns: float, channel: float, iops: float, rate: float, size: int, depth: int, num: int
+) -> None:
+    roof = Roof(latency_ns, channel, iops, rate)
+
+    def took(count: float, length: float) -> float:
+        return count * length / float(roof.bytes_per_s(length, depth))
+
+    gap = roof.gap_bytes(size, depth)
+    assert took(1, num * size + (num - 1) * gap) <= took(num, size) * (1 + 1e-9)
+    if gap > 0:  # a little wider, and a long row is slower
+        assert took(1, 1e6 * (size + 1.01 * gap + 1)) > took(1e6, size)
+
+
+def test_the_gap_of_a_probe_is_whole_pages_for_the_fragments_at_hand(tmp_path: Path) -> None:
+    probe = probe_of(cells_of(TRUE))  # knee 10,000 bytes, but one thread at 500 ns an op: 2 million ops, no bound
+    assert gap_bytes_max(probe) == (10_000 - 4096) // 4096 * 4096
+    assert gap_bytes_max(probe, fragment_bytes=16 << 10) == 0
+    assert gap_bytes_max(probe, depth=1) == int(90_000e-9 * 1.5e9) // 4096 * 4096
+    assert find_gap(tmp_path, tmp_path, 4096).num_bytes == 0
+    assert "never probed" in find_gap(tmp_path, tmp_path, 4096).source
 
 
 def _without(values, name):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtide.errors import ConfigError
-from kvtide.io.ops import COMPLETION, FSYNC, IOVEC, OP, PAGE_BYTES, READ, WRITE
+from kvtide.io.ops import COMPLETION, FSYNC, IOVEC, OP, PAGE_BYTES, READ, WRITE, address_of
 from kvtide.io.schedule import merge, split
 
 UNIT = 512
@@ -132,6 +132,113 @@ def test_completions_are_handed_back_to_the_inputs(batch: np.ndarray, cut_units:
             assert given_back["error"] == (error if given_back["length"] < wanted else 0)
 
 
+def runs_of(batch: np.ndarray, gap_bytes_max: int) -> set[int]:
+    """Inputs that follow another within `gap_bytes_max` in one file: what may be joined, one at a time."""
+    simple = [row for row in batch.tolist() if row[1] != FSYNC and row[4] > 0 and not row[5]]
+    return {
+        after[6]
+        for before, after in itertools.product(simple, simple)
+        if before[:2] == after[:2]
+        and 0 <= after[2] - before[2] - before[4] <= (gap_bytes_max if after[1] == READ else 0)
+    }
+
+
+def pieces_of(op: np.void) -> list[tuple[int, int, int]]:
+    """Offset in the file, address and length of each buffer of one operation."""
+    pieces = [(int(op["address"]), int(op["length"]))]
+    if op["num_vectors"]:
+        pieces = np.frombuffer(ctypes.string_at(int(op["address"]), int(op["num_vectors"]) * IOVEC.itemsize), IOVEC)
+        pieces = [(int(at), int(size)) for at, size in pieces.tolist()]
+    ends = list(itertools.accumulate((size for _, size in pieces), initial=int(op["offset"])))
+    return [(start, at, size) for start, (at, size) in zip(ends, pieces, strict=False)]
+
+
+@given(batches(), st.integers(1, 16), st.integers(1, 6), st.integers(0, 6))
+@settings(max_examples=200, deadline=None)
+def test_merging_over_gaps_moves_what_was_asked_and_else_only_into_scratch(
+    batch: np.ndarray, units_max: int, vectors_max: int, gap_units: int
+) -> None:
+    bytes_max, gap_bytes_max = units_max * UNIT, gap_units * UNIT
+    merged = merge(batch, bytes_max=bytes_max, vectors_max=vectors_max, gap_bytes_max=gap_bytes_max)
+    joined, scratch = merged.batch, address_of(merged.scratch)
+    useful, gaps = [], [0] * len(joined)
+    for index, op in enumerate(joined):
+        if op["kind"] == FSYNC:
+            useful.append((int(op["fd"]), FSYNC, 0, 0))
+            continue
+        for start, at, size in pieces_of(op):
+            if len(merged.scratch) and at == scratch:
+                assert 0 < size <= min(gap_bytes_max, len(merged.scratch))
+                assert op["kind"] == READ, "no write may cover what nobody asked for"
+                gaps[index] += size
+            else:
+                useful += [(int(op["fd"]), int(op["kind"]), start + step, at + step) for step in range(0, size, UNIT)]
+    assert sorted(useful) == moves(batch)
+    assert merged.gap_bytes.tolist() == gaps
+    counts = np.bincount(merged.part_of, minlength=len(joined))
+    assert (joined["length"][counts > 1] <= bytes_max).all()
+    assert joined["num_vectors"].max(initial=0) <= vectors_max
+    ends = batch["offset"].astype(int) + np.where(batch["kind"] == FSYNC, 0, batch["length"])
+    assert merged.end_of.tolist() == (ends - joined["offset"][merged.part_of].astype(int)).tolist()
+    assert len(batch) - len(joined) <= len(runs_of(batch, gap_bytes_max))
+
+
+@given(batches(), st.integers(1, 16), st.integers(1, 6), st.integers(1, 6))
+@settings(max_examples=100, deadline=None)
+def test_merging_over_gaps_leaves_no_reads_that_would_fit(
+    batch: np.ndarray, units_max: int, vectors_max: int, gap_units: int
+) -> None:
+    bytes_max, gap_bytes_max = units_max * UNIT, gap_units * UNIT
+    joined = merge(batch, bytes_max=bytes_max, vectors_max=vectors_max, gap_bytes_max=gap_bytes_max).batch
+    for before, after in itertools.pairwise(joined):
+        mergeable = before["kind"] == READ and min(before["length"], after["length"]) > 0
+        gap = int(after["offset"]) - int(before["offset"]) - int(before["length"])
+        if mergeable and before["fd"] == after["fd"] and after["kind"] == READ and 0 < gap <= gap_bytes_max:
+            vectors = max(before["num_vectors"], 1) + max(after["num_vectors"], 1) + 1
+            fits_first = pieces_of(after)[0][2]  # greedy: already the first input of the next one did not fit
+            vectors_first = max(before["num_vectors"], 1) + 2
+            too_long = before["length"] + gap + fits_first > bytes_max
+            assert too_long or vectors > vectors_max or vectors_first > vectors_max
+
+
+@given(batches(), st.integers(0, 40), st.integers(0, 6))
+@settings(max_examples=100, deadline=None)
+def test_a_read_that_ends_in_a_gap_is_right_for_what_came_before(
+    batch: np.ndarray, cut_units: int, gap_units: int
+) -> None:
+    merged = merge(batch, bytes_max=16 * UNIT, gap_bytes_max=gap_units * UNIT)
+    joined = merged.batch
+    done = np.zeros(len(joined), COMPLETION)
+    done["tag"] = joined["tag"]
+    done["length"] = np.where(joined["kind"] == FSYNC, 0, np.minimum(joined["length"], cut_units * UNIT))
+    done["error"] = np.where(done["length"] < joined["length"], errno.EIO, 0)
+    back = merged.completions_of(batch, done[::-1])
+    for row, given_back, part in zip(batch, back, merged.part_of.tolist(), strict=True):
+        wanted = 0 if row["kind"] == FSYNC else int(row["length"])
+        start = int(row["offset"]) - int(joined["offset"][part])
+        assert given_back["length"] == min(wanted, max(0, cut_units * UNIT - start))
+        if wanted:
+            assert given_back["error"] == (errno.EIO if given_back["length"] < wanted else 0)
+
+
+def test_gaps_are_joined_up_to_the_limit_and_no_further() -> None:
+    ops = np.zeros(4, OP)
+    ops["offset"], ops["length"] = [0, 12 << 10, 28 << 10, 60 << 10], 4096  # gaps of 8, 12 and 28 KiB
+    ops["address"] = [1 << 20, 3 << 20, 2 << 20, 4 << 20]
+    merged = merge(ops, bytes_max=1 << 20, gap_bytes_max=12 << 10)
+    assert merged.part_of.tolist() == [0, 0, 0, 1]
+    assert merged.batch["length"].tolist() == [32 << 10, 4096]
+    assert merged.batch["num_vectors"].tolist() == [5, 0]
+    assert merged.gap_bytes.tolist() == [20 << 10, 0]
+    scratch = address_of(merged.scratch)
+    assert merged.vectors.tolist() == [
+        (1 << 20, 4096), (scratch, 8 << 10), (3 << 20, 4096), (scratch, 12 << 10), (2 << 20, 4096)
+    ]  # fmt: skip
+    assert len(merged.scratch) == 12 << 10
+    ops["kind"] = WRITE
+    assert len(merge(ops, bytes_max=1 << 20, gap_bytes_max=12 << 10).batch) == 4
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 60_000), st.booleans()), max_size=10),
     st.integers(PAGE_BYTES, 20_000),
@@ -184,7 +291,12 @@ def test_empty_batches_stay_empty() -> None:
 
 def test_impossible_limits_are_refused() -> None:
     none = np.empty(0, OP)
-    for limits in ({"bytes_max": 0}, {"bytes_max": 1 << 31}, {"bytes_max": 1, "vectors_max": 1025}):
+    for limits in (
+        {"bytes_max": 0},
+        {"bytes_max": 1 << 31},
+        {"bytes_max": 1, "vectors_max": 1025},
+        {"bytes_max": 1, "gap_bytes_max": -1},
+    ):
         with pytest.raises(ConfigError, match="_max is"):
             merge(none, **limits)
     with pytest.raises(ConfigError, match="bytes_max is 100"):

@@ -21,7 +21,8 @@ from kvtide.hardware import load as load_catalogue
 from kvtide.planner.closed import plan as make_plan
 from kvtide.planner.examples import article, study
 from kvtide.planner.inputs import Job, Machine
-from kvtide.planner.options import PlanOptions, build, sweep
+from kvtide.planner.layouts import Choice, choose
+from kvtide.planner.options import PlanOptions, build, layout_case, sweep
 from kvtide.planner.simulate import Simulated, simulate
 from kvtide.planner.whatif import break_even, changes, cost_per_million, endurance
 from kvtide.report.plan import PlanReport, SweepPoint, phase_json, plan_json, print_plan, print_sweep, sweep_json
@@ -53,7 +54,10 @@ def plan(
     network: Annotated[str | None, typer.Option(help="rdma-400g, tcp-100g, ...: for --disaggregate.")] = None,
     select: Annotated[str, typer.Option(help="Part of the context a step reads: full, 0.01, 1%.")] = "full",
     fragment: Annotated[str | None, typer.Option(help="Size of a read. Default: what the layout gives.")] = None,
-    layout: Annotated[str, typer.Option(help="layer_major, block_first, ...")] = "layer_major",
+    layout: Annotated[
+        str | None,
+        typer.Option(help="auto: what suits the reads; or layer_major, block_first, ... Default: layer_major."),
+    ] = None,
     block_tokens: Annotated[int, typer.Option(help="Tokens of one block.")] = 16,
     group_blocks: Annotated[int | None, typer.Option(help="Blocks stored together. Default: for 128 KiB.")] = None,
     depth: Annotated[int, typer.Option(help="Most operations in flight.")] = 64,
@@ -83,13 +87,15 @@ def plan(
         raise ConfigError("no model named; type kvtide plan llama-3-8b, or kvtide plan --example article")
     options = PlanOptions(
         model, batch, context, output, dtype, weights, gpu, gpus, kv_on_device, dram, link, ssd, ssds, disk, cxl,
-        network, select, fragment, layout, block_tokens, group_blocks, depth, io_threads, io_path, nominal, overlap,
-        disaggregate, any_context, probe,
+        network, select, fragment, layout or "layer_major", block_tokens, group_blocks, depth, io_threads, io_path,
+        nominal, overlap, disaggregate, any_context, probe,
     )  # fmt: skip
     if sweeps and (simulated or gpu_hour is not None):
         raise ConfigError("--sweep plans in closed form only: leave out --simulate and --gpu-hour")
     points = _swept(options, sweeps or [], catalogue)
     report = None if points else _report(options, catalogue, gpu_hour, is_simulated=simulated)
+    if report is not None and (layout is not None or report.plan.job.select < 1.0):
+        report = replace(report, layouts=_layouts(options, catalogue))
     if html is not None:
         html.write_text(plan_page(report, points), encoding="utf-8")
     if as_json:
@@ -111,6 +117,12 @@ def _report(options: PlanOptions, catalogue: Catalogue, gpu_hour: float | None, 
     closed_ns = make_plan(replace(job, output=1), machine).itl_ns if run else 0.0
     table = changes(found, catalogue)
     return PlanReport(found, table, break_even(job, machine), endurance(found), price, run, closed_ns)
+
+
+def _layouts(options: PlanOptions, catalogue: Catalogue) -> Choice | None:
+    """Compare layouts with the groups that were typed, if any were; None without a drive."""
+    case = layout_case(*build(replace(options, layout="layer_major"), catalogue))
+    return choose(case) if case is not None else None
 
 
 def _simulated(job: Job, machine: Machine) -> Simulated:

@@ -20,11 +20,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvtide.cache.choice import REUSES
 from kvtide.cli_asking import check_questions, default_document, questions, read_document
+from kvtide.cli_layout import is_block_first, lay_out
 from kvtide.cli_select import select_lines, select_options, select_report
 from kvtide.errors import ConfigError, UnsupportedError
 from kvtide.io.opening import NAMES
 from kvtide.probe.file import find_knee
-from kvtide.spec import KVShape, Split
+from kvtide.spec import KVShape
 from kvtide.spec.layout import BLOCK_TOKENS_MAX, GROUP_BLOCKS_MAX
 from kvtide.trace.extents import traced_file
 from kvtide.trace.file import About
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 RUN_EXAMPLE = "Example: kvtide run --document notes.txt --ask 'What is decided?' --device-memory 16MiB --dram 64MiB"
 DEFAULT_DIR = ".kvtide/store"
 CHAT_TURNS = 64  # that the default budgets have room for
-SPLIT_OF_LAYOUT: dict[str, Split] = {"block-first": "none", "groups": "none", "kv-apart": "kv", "head-major": "head"}
 
 
 def run(
@@ -64,10 +64,10 @@ def run(
         str,
         typer.Option(
             help="How KV lies in the store: groups (a layer of a group is one piece), block-first (groups of 1 block), "
-            "kv-apart (keys and values are pieces of their own), head-major (every KV head is one). KV stored in "
-            "another layout is not found."
+            "kv-apart (keys and values are pieces of their own), head-major (every KV head is one), or auto: what the "
+            "drive reads soonest with --select, else groups. KV stored in another layout is not found."
         ),
-    ] = "groups",
+    ] = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 48,
     samples: Annotated[int, typer.Option(min=1, max=1024, help="Answers drawn for each question from one prompt.")] = 1,
     salt: Annotated[str, typer.Option(help="Tenant: KV is shared only within one salt.")] = "",
@@ -97,7 +97,7 @@ def run(
     given = {"--device-memory": device_memory, "--dram": dram, "--disk": disk}
     sizes = {name: _size(name, text) for name, text in given.items()}
     _check_choices(group_blocks, block_tokens, write_policy, engine, reuse, trace)
-    if _is_block_first(layout, group_blocks) or (select != "none" and group_blocks == "auto"):
+    if is_block_first(layout, group_blocks) or (layout != "auto" and select != "none" and group_blocks == "auto"):
         group_blocks = "1"  # a selection is of groups: small ones are chosen well
     check_questions(ask, document, chat=chat)
     selected = select_options(select, budget)
@@ -126,15 +126,16 @@ def run(
         block_tokens=block_tokens,
         group_blocks=None if knee else int(group_blocks),
         knee_bytes=knee.num_bytes if knee else KNEE_BYTES,
-        split=SPLIT_OF_LAYOUT[layout],
         engine=engine,
         write_policy=write_policy,
         reuse=reuse,
         select=selected,
     )
+    shape, num_tokens = KVShape.of(loaded.spec, loaded.dtype), _num_tokens(loaded, text)
+    options, laid = lay_out(options, layout, shape, num_tokens, cache_dir=_cache_dir())
     show = _Show(console, is_quiet=as_json)
     with KvStore(loaded, options, recorder=recorder) as store:
-        show.opening(store)
+        show.opening(store, laid.lines())
         turn_options = TurnOptions(max_new_tokens=max_new_tokens, num_samples=samples, salt=salt, is_verified=verify)
         runner = TurnRunner(store, recorder, turn_options, on_text=show.text, on_prefill=show.prefill)
         turns: list[Turn] = []
@@ -145,6 +146,7 @@ def run(
         about = _about(store) if trace is not None else None
         report = _report(store, turns, verify=verify)
         report["knee"] = dataclasses.asdict(knee) if knee else None
+        report |= laid.report()
         if not as_json:
             show.summary(store, turns, verify=verify)
     try:
@@ -194,22 +196,6 @@ def _check_choices(
         raise ConfigError(f"--trace: {trace.absolute().parent} may not be written to; type another file")
 
 
-def _is_block_first(layout: str, group_blocks: str) -> bool:
-    """Say whether `layout` is groups of one block.
-
-    Raises: ConfigError for a layout that does not exist, or does not go with `group_blocks`.
-    """
-    if layout not in SPLIT_OF_LAYOUT:
-        raise ConfigError(f"--layout is {printable(layout)[:40]!r}; type {', '.join(SPLIT_OF_LAYOUT)}")
-    if layout != "block-first":
-        return False
-    if group_blocks not in {"auto", "1"}:
-        raise ConfigError(
-            f"--layout block-first has groups of one block, but --group-blocks is {group_blocks}; leave one of them out"
-        )
-    return True
-
-
 def _store_options(
     loaded: LoadedModel,
     text: str,
@@ -224,7 +210,7 @@ def _store_options(
     from kvtide.cache.steps import PREFILL_TOKENS
     from kvtide.integrations.transformers import StoreOptions
 
-    num_tokens = len(loaded.tokenizer(text, add_special_tokens=False).input_ids)
+    num_tokens = _num_tokens(loaded, text)
     num_tokens += max(4, num_turns) * (max_new_tokens + 64)
     num_tokens = min(num_tokens, loaded.max_positions)
     shape = KVShape.of(loaded.spec, loaded.dtype)
@@ -238,6 +224,11 @@ def _store_options(
         directory=directory,
         **rest,
     )
+
+
+def _num_tokens(loaded: LoadedModel, text: str) -> int:
+    """Return the tokens of the document."""
+    return max(1, len(loaded.tokenizer(text, add_special_tokens=False).input_ids))
 
 
 def _about(store: KvStore) -> About:
@@ -288,7 +279,7 @@ class _Show:
         if not self._is_quiet:
             self._console.print(printable(text, keep="\n"), soft_wrap=True)
 
-    def opening(self, store: KvStore) -> None:
+    def opening(self, store: KvStore, more: list[str]) -> None:
         options, layout, parts = store.options, store.layout, store.layout.parts_per_layer
         where = "no file tier"
         if store.namespace is not None:
@@ -303,6 +294,8 @@ class _Show:
             f"device {format_bytes(options.device_bytes)}, DRAM {format_bytes(options.dram_bytes)}, "
             f"file {format_bytes(options.disk_bytes)}: {where}"
         )
+        for line in more:
+            self.line(line)
 
     def text(self, piece: str) -> None:
         if not self._is_quiet:

@@ -9,7 +9,14 @@ Theory. An op of S bytes at depth Q runs into the lowest of four roofs:
     bandwidth   bytes_per_s_max
     host        S * num_threads / host_ns
 
-The knee is where the IOPS roof meets the bandwidth roof: below it a read costs about the same whatever its size.
+The knee is where the IOPS roof meets the bandwidth roof: below it a read costs about the same whatever its size. So a
+read may go on over a gap of G unwanted bytes to the next wanted S bytes and cost no more than an op of its own, as long
+as the bytes it moves are cheaper than the op it saves. With t(S) the time of one op of a full queue, which is S over
+the lowest roof, and c = max(1 / (Q * b1), 1 / bytes_per_s_max) the time of one more byte of it:
+
+    c * (S + G) <= t(S)      so      G = t(S) / c - S
+
+In a deep queue this is the knee less S; at depth 1 it is L0 * b1, the bytes a channel moves in the time an op waits.
 """
 
 from __future__ import annotations
@@ -56,6 +63,15 @@ class Roof:
     def knee_bytes(self) -> float:
         """Size from which on bandwidth limits a deep queue, and no longer the number of ops."""
         return self.bytes_per_s_max / self.iops_max
+
+    def gap_bytes(self, size: float, depth: float, *, num_threads: int = 1) -> float:
+        """Return the widest gap that reads of `size` bytes may be joined over and be no slower; see the theory.
+
+        It holds for any number of reads in a row, and as long as the queue stays full with fewer of them.
+        """
+        byte_s = max(1 / (depth * self.channel_bytes_per_s), 1 / self.bytes_per_s_max)
+        op_s = size / float(self.bytes_per_s(size, depth, num_threads=num_threads))
+        return max(0.0, op_s / byte_s - size)
 
     def depth_for(self, share: float, size: float) -> float:
         """Return the depth at which ops of `size` bytes reach `share` of what the deepest queue would."""

@@ -229,6 +229,7 @@ def _fragment_rows(shape: KVShape, num_tokens: int, block_tokens: int, group_blo
     k_of_access = {
         Access.READ_BLOCKS: max(1, num_blocks // _SELECTED_PART),
         Access.READ_VALUES: max(1, num_blocks // _SELECTED_PART),
+        Access.READ_HEAD_BLOCKS: max(1, num_blocks // _SELECTED_PART),
         Access.READ_HEAD_TOKENS: max(1, num_tokens // _SELECTED_PART),
     }
     rows = []

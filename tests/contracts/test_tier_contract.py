@@ -22,6 +22,7 @@ from kvtide.tiers.memory import MemoryTier
 from simkv import MODEL, Groups, check_slots, group_bytes, group_key, sim_tier
 
 NUM_SLOTS = 12
+GAP_BYTES = 3 * 4096  # wider than a fragment of the small layout and a header
 
 
 @dataclass
@@ -47,6 +48,7 @@ def parted_layout(split: Split) -> SlotLayout:
 
 
 KINDS = ["memory", "sim", "sim-uneven", "uring", "threads", "uring-shm", "threads-shm"]
+KINDS += ["sim-gap", "uring-gap", "threads-gap"]
 KINDS += [f"{kind}-{split}" for kind in ("memory", "sim", "uring") for split in ("kv", "head")]
 
 
@@ -60,7 +62,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         yield Place(MemoryTier(layout, NUM_SLOTS * layout.slot_bytes + 100), Groups(layout))
     elif kind.startswith("sim"):
         layout = uneven_layout() if kind == "sim-uneven" else layout
-        yield Place(sim_tier(SimDrive(MODEL), layout, NUM_SLOTS), Groups(layout))
+        gap_bytes_max = GAP_BYTES if kind == "sim-gap" else 0
+        yield Place(sim_tier(SimDrive(MODEL), layout, NUM_SLOTS, gap_bytes_max=gap_bytes_max), Groups(layout))
     else:
         engine = kind.split("-")[0]
         if engine == "uring":
@@ -71,7 +74,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         if kind.endswith("-shm") and not os.access("/dev/shm", os.W_OK):  # noqa: S108
             pytest.skip("there is no writable /dev/shm")
         with tempfile.TemporaryDirectory(dir="/dev/shm" if kind.endswith("-shm") else tmp_path) as folder:  # noqa: S108
-            space = open_small(Path(folder) / "store", layout, NUM_SLOTS, engine)
+            gap_bytes_max = GAP_BYTES if kind.endswith("-gap") else 0
+            space = open_small(Path(folder) / "store", layout, NUM_SLOTS, engine, gap_bytes_max)
             assert space.engine_name == engine
             yield Place(space.tier, Groups(layout))
             check_slots(space.tier)
@@ -176,7 +180,7 @@ def test_accounts_are_exact(place: Place) -> None:
     before = tier.stats().read_bytes
     place.groups.read(tier, names(1, 9), [(0, 0), (0, 2), (1, 0)])
     wanted = layout.fragment_padded_bytes[0] + layout.fragment_padded_bytes[2]
-    assert tier.stats().read_bytes - before == wanted
+    assert tier.stats().read_bytes - tier.stats().gap_bytes - before == wanted
     tier.drop(as_keys(names(2)))
     assert (tier.stats().used_bytes, tier.stats().num_groups) == (2 * layout.slot_bytes, 2)
     assert (tier.stats().num_corrupt, tier.stats().num_failed, tier.stats().num_full) == (0, 0, 0)

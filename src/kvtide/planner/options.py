@@ -15,7 +15,9 @@ from typing import Any
 from kvtide.errors import ConfigError
 from kvtide.hardware import Catalogue, from_probe, raid0
 from kvtide.modelfiles import load_model
-from kvtide.planner.inputs import Job, Machine
+from kvtide.planner.inputs import Job, Machine, check
+from kvtide.planner.layouts import AUTO, LAYOUT_OF_NAME, Case, Pattern, choose, read_time
+from kvtide.planner.placement import place
 from kvtide.probe.file import load as load_probe
 from kvtide.spec import Dtype, Layout
 from kvtide.units import parse_option_bytes
@@ -71,7 +73,7 @@ def build(options: PlanOptions, catalogue: Catalogue) -> tuple[Job, Machine]:
         dtype=Dtype.parse(options.dtype) if options.dtype else None,
         weight_dtype=Dtype.parse(options.weights) if options.weights else None,
         select=_select(options.select),
-        layout=_layout(options.layout),
+        layout=Layout.LAYER_MAJOR if options.layout == AUTO else _layout(options.layout),
         block_tokens=options.block_tokens,
         group_blocks=options.group_blocks,
         fragment_bytes=_size("--fragment", options.fragment),
@@ -80,7 +82,39 @@ def build(options: PlanOptions, catalogue: Catalogue) -> tuple[Job, Machine]:
         is_disaggregated=options.disaggregate,
         is_any_context=options.any_context,
     )
-    return job, _machine(options, catalogue)
+    machine = _machine(options, catalogue)
+    if options.layout == AUTO:
+        case = layout_case(job, machine)
+        if case is None:
+            raise ConfigError("--layout auto compares reads from a drive, and --ssd is none; type another --layout")
+        best = choose(case).best
+        job = replace(job, layout=best.layout, group_blocks=best.group_blocks)
+    return job, machine
+
+
+def layout_case(job: Job, machine: Machine) -> Case | None:
+    """Return what `planner.layouts` is to compare for a decode step halfway through the output; None without a drive.
+
+    A part of the context that is selected is taken as single blocks, the same for all heads, chosen independently.
+    Raises: ConfigError where the job does not fit the machine.
+    """
+    if machine.ssd is None:
+        return None
+    check(job, machine)
+    room = place(job, machine).room_bytes
+    num_tokens = job.context + job.output // 2
+    budget = None if job.select == 1.0 else max(1, round(num_tokens * job.select))
+    return Case(
+        job.shape(),
+        job.block_tokens,
+        num_tokens,
+        Pattern(budget, job.block_tokens),
+        read_time(machine.io_path.over(machine.ssd.read), machine.depth, num_threads=machine.num_io_threads),
+        drive=machine.ssd.name,
+        fast_bytes=room["device"] + room["dram"] + room["cxl"],
+        num_sequences=job.batch,
+        group_blocks=job.group_blocks,
+    )
 
 
 def _machine(options: PlanOptions, catalogue: Catalogue) -> Machine:
@@ -127,8 +161,10 @@ def _select(text: str) -> float:
 
 def _layout(text: str) -> Layout:
     names = [layout.value for layout in Layout]
+    if text in LAYOUT_OF_NAME:
+        return LAYOUT_OF_NAME[text]
     if text not in names:
-        raise ConfigError(f"--layout is {text[:40]!r}; type one of {', '.join(names)}")
+        raise ConfigError(f"--layout is {text[:40]!r}; type {AUTO}, or one of {', '.join(names)}")
     return Layout(text)
 
 

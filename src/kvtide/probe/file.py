@@ -24,10 +24,12 @@ from kvtide.probe.fit import RoofFit, measured_knee_bytes
 from kvtide.probe.measure import Cell
 from kvtide.probe.memory import Dram, GpuCopies
 from kvtide.roofline import Roofline
+from kvtide.spec import PAGE_BYTES
 
 FORMAT = "kvtide probe"
 VERSION = 1
 KNEE_BYTES_MIN, KNEE_BYTES_MAX = 64 << 10, 1 << 20  # below, IOPS limit every drive; above, a group is too coarse
+DEPTH = 64  # of the file tier's queue, unless it is told otherwise: kvtide.tiers.namespace
 HOST_NS_MIN = 1e-3  # an op cannot cost less, and a rate without end is no roof
 FILE_BYTES_MAX = 16 << 20  # a full grid takes about 100 KB
 
@@ -65,6 +67,15 @@ def knee_bytes_of(probe: Probe) -> int:
     return measured_knee_bytes(probe.cells, probe.read)
 
 
+def gap_bytes_max(probe: Probe, *, fragment_bytes: int = PAGE_BYTES, depth: int = DEPTH) -> int:
+    """Return the widest gap over which reads of `fragment_bytes` may be joined and be no slower, in whole pages.
+
+    At most KNEE_BYTES_MAX. `Roof.gap_bytes` has the formula; the roofs are those of reads, the host's time included.
+    """
+    gap = probe.read.roof.gap_bytes(fragment_bytes, depth)
+    return int(min(gap, KNEE_BYTES_MAX)) // PAGE_BYTES * PAGE_BYTES
+
+
 def default_path(cache_dir: Path, caps: DeviceCaps) -> Path:
     """Return where the probe of this device is kept under `cache_dir`.
 
@@ -85,22 +96,43 @@ class Knee:
     source: str
 
 
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """How far apart fragments may lie that a store reads together, and where that number comes from."""
+
+    num_bytes: int
+    source: str
+
+
+def find_probe(cache_dir: Path, directory: Path) -> tuple[Probe | None, str]:
+    """Return the probe of the device that `directory` is on, or will be, and its file; or None and the reason."""
+    absolute = directory.absolute()
+    try:
+        existing = next(parent for parent in (absolute, *absolute.parents) if parent.exists())
+        path = default_path(cache_dir, caps_of(existing))
+        if not path.exists():
+            return None, "default: this device was never probed"
+        return load(path), f"probe: {path}"
+    except (KvtideError, OSError) as error:
+        return None, f"default: {error}"
+
+
 def find_knee(cache_dir: Path, directory: Path, default_bytes: int) -> Knee:
     """Return the knee of the device that `directory` is on, or will be, from its probe file under `cache_dir`.
 
     It is held between KNEE_BYTES_MIN and KNEE_BYTES_MAX: a disturbed probe must not make a store of tiny or huge
     groups. Without a probe file that can be read, `default_bytes` is returned, with the reason.
     """
-    absolute = directory.absolute()
-    try:
-        existing = next(parent for parent in (absolute, *absolute.parents) if parent.exists())
-        path = default_path(cache_dir, caps_of(existing))
-        if not path.exists():
-            return Knee(default_bytes, "default: this device was never probed")
-        knee_bytes = knee_bytes_of(load(path))
-    except (KvtideError, OSError) as error:
-        return Knee(default_bytes, f"default: {error}")
-    return Knee(min(max(knee_bytes, KNEE_BYTES_MIN), KNEE_BYTES_MAX), f"probe: {path}")
+    probe, source = find_probe(cache_dir, directory)
+    if probe is None:
+        return Knee(default_bytes, source)
+    return Knee(min(max(knee_bytes_of(probe), KNEE_BYTES_MIN), KNEE_BYTES_MAX), source)
+
+
+def find_gap(cache_dir: Path, directory: Path, fragment_bytes: int) -> Gap:
+    """Return the gap for fragments of `fragment_bytes` from the same probe; without one none is read over."""
+    probe, source = find_probe(cache_dir, directory)
+    return Gap(0 if probe is None else gap_bytes_max(probe, fragment_bytes=fragment_bytes), source)
 
 
 def as_json(probe: Probe) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtide.planner.closed import PhasePlan, Plan
+from kvtide.planner.layouts import Choice
 from kvtide.planner.placement import TIERS
 from kvtide.planner.simulate import Simulated, describe
 from kvtide.planner.whatif import GAIN_MIN, BreakEven, Change, Endurance
@@ -31,6 +32,7 @@ class PlanReport:
     cost_per_million: float | None = None
     simulated: Simulated | None = None
     closed_itl_ns: float = 0.0  # of the same step as was simulated
+    layouts: Choice | None = None  # None: not asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,26 @@ def plan_json(report: PlanReport) -> dict[str, Any]:
         "endurance": asdict(report.endurance) if report.endurance else None,
         "cost_per_million_tokens": report.cost_per_million,
         "simulated": asdict(report.simulated) if report.simulated else None,
+        "layouts": layouts_json(report.layouts) if report.layouts else None,
         "notes": plan.notes,
     }
+
+
+def layouts_json(choice: Choice) -> dict[str, Any]:
+    """Return compared layouts as JSON values: what a step reads with each, of fragments that are read whole."""
+    rows = [
+        {
+            "layout": one.name,
+            "group_blocks": one.group_blocks,
+            "num_ops": one.num_ops,
+            "num_bytes": one.num_bytes,
+            "time_ns": one.time_ns,
+            "slack_bytes": one.slack_bytes,
+        }
+        for one in choice.candidates
+    ]
+    best = choice.candidates.index(choice.best)
+    return {"label": "modelled", "best": rows[best], "candidates": rows, "reasons": list(choice.reasons)}
 
 
 def phase_json(phase: PhasePlan) -> dict[str, Any]:
@@ -128,6 +148,10 @@ def print_plan(report: PlanReport, console: Console) -> None:
         console.print(Text(f"A million output tokens cost {report.cost_per_million:,.2f}, the GPUs alone."))
     if report.simulated is not None:
         console.print(Text(f"{describe(report.simulated)}; in closed form {format_ns(report.closed_itl_ns)}."))
+    if report.layouts is not None:
+        console.print(_layouts(report.layouts))
+        for sentence in report.layouts.reasons:
+            console.print(Text(sentence))
     for note in plan.notes:
         console.print(Text(f"Note: {note}"))
 
@@ -175,6 +199,24 @@ def _phases(plan: Plan) -> Table:
                 format_bytes(use.op_bytes) if use.op_bytes else "",
                 f"{use.depth:.3g}" if use.depth else "",
             )
+    return table
+
+
+def _layouts(choice: Choice) -> Table:
+    columns = ["layout", "blocks", "reads", "of", "bytes", "time", "slack", ""]
+    table = _table("Layouts: what a step reads (modelled)", columns)
+    for one in choice.candidates:
+        table.add_row(
+            one.name,
+            str(one.group_blocks),
+            f"{one.num_ops:,.0f}",
+            format_bytes(one.num_bytes / one.num_ops) if one.num_ops else "",
+            format_bytes(one.num_bytes),
+            format_ns(one.time_ns),
+            format_bytes(one.slack_bytes),
+            "best" if one is choice.best else "",
+            style="bold" if one is choice.best else "",
+        )
     return table
 
 

@@ -46,7 +46,10 @@ class Layout(Enum):
 
 
 class Access(Enum):
-    """What is wanted at once. Values of MLA lie in the rows of its keys."""
+    """What is wanted at once. Values of MLA lie in the rows of its keys.
+
+    READ_HEAD and READ_HEAD_BLOCKS are of one head: all tokens, or k scattered blocks.
+    """
 
     WRITE_PREFIX = "write_prefix"
     READ_PREFIX = "read_prefix"
@@ -54,6 +57,8 @@ class Access(Enum):
     READ_BLOCKS = "read_blocks"
     READ_VALUES = "read_values"
     READ_HEAD_TOKENS = "read_head_tokens"
+    READ_HEAD_BLOCKS = "read_head_blocks"
+    READ_HEAD = "read_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +91,8 @@ def fragments(
 
     `layer` (an index into `shape.layers`) and `k` say which layer and how many scattered blocks or tokens are read,
     where the access reads one layer. Scattered means: no two of them are neighbours, and a row of one head does not
-    cross a page. `group_blocks` matters to LAYER_MAJOR, KV_APART and HEAD_MAJOR only.
+    cross a page. Of a medium on which heads do not lie apart, one head cannot be read without the others of its blocks.
+    `group_blocks` matters to LAYER_MAJOR, KV_APART and HEAD_MAJOR only.
 
     Raises: ConfigError if a number is out of range, `k` is more than there is, or the layers cannot be cut so.
     """
@@ -94,15 +100,22 @@ def fragments(
     whole_number("block_tokens", block_tokens, least=1, most=BLOCK_TOKENS_MAX)
     whole_number("layer", layer, least=0, most=shape.num_layers - 1)
     num_blocks = -(-num_tokens // block_tokens)
-    if access in {Access.READ_BLOCKS, Access.READ_VALUES}:
+    if access in {Access.READ_BLOCKS, Access.READ_VALUES, Access.READ_HEAD_BLOCKS}:
         whole_number("k", k, least=1, most=num_blocks)
     elif access is Access.READ_HEAD_TOKENS:
         whole_number("k", k, least=1, most=num_tokens)
+    is_head = access in {Access.READ_HEAD, Access.READ_HEAD_BLOCKS}
+    if is_head and shape.layers[layer].num_heads == 1:
+        access = Access.READ_LAYER if access is Access.READ_HEAD else Access.READ_BLOCKS
     if layout.is_paged:
         is_block = layout is Layout.BLOCK_FIRST
         slot = SlotLayout(shape, block_tokens, 1 if is_block else group_blocks, layout.split)
         if access is not Access.READ_HEAD_TOKENS:
             return _in_slots(slot, access, num_tokens, k, layer, header=not is_block)
+    elif access is Access.READ_HEAD:
+        return _rows(layout, shape.layers[layer], num_tokens)
+    elif access is Access.READ_HEAD_BLOCKS:
+        return _rows(layout, shape.layers[layer], min(k * block_tokens, num_tokens))
     if access is Access.READ_HEAD_TOKENS:
         return _rows(layout, shape.layers[layer], k)
     if layout is Layout.TOKEN_FIRST:
@@ -146,6 +159,8 @@ def _in_slots(slot: SlotLayout, access: Access, num_tokens: int, k: int, layer: 
             wanted_bytes=num_tokens * one.token_bytes,
             padded_bytes=num_slots * slot.layer_padded_bytes(layer),
         )
+    if access in {Access.READ_HEAD, Access.READ_HEAD_BLOCKS}:
+        return _head_in_slots(slot, access, num_tokens, k, layer)
     tokens, num_wanted = min(slot.block_tokens, num_tokens), min(k * slot.block_tokens, num_tokens)
     if access is Access.READ_BLOCKS and slot.group_blocks == 1:  # all of the layer, in one run
         return Fragments(
@@ -161,6 +176,29 @@ def _in_slots(slot: SlotLayout, access: Access, num_tokens: int, k: int, layer: 
         fragment_bytes=tokens * max(piece.row_bytes for piece in pieces),
         num_fragments=k * len(pieces),
         wanted_bytes=num_wanted * sum(piece.row_bytes for piece in pieces),
+        padded_bytes=k * _block_pages(slot, pieces) * PAGE_BYTES,
+    )
+
+
+def _head_in_slots(slot: SlotLayout, access: Access, num_tokens: int, k: int, layer: int) -> Fragments:
+    """One head's part of other accesses: its own fragments where heads lie apart, else all that holds its rows."""
+    one, is_apart = slot.shape.layers[layer], slot.split == "head"
+    row = one.token_bytes // one.num_heads
+    first = slot.layer_fragments(layer).start  # the heads of a layer are alike
+    if access is Access.READ_HEAD or slot.group_blocks == 1:
+        is_all = access is Access.READ_HEAD
+        runs = -(-num_tokens // slot.tokens_per_group) if is_all else k
+        wanted = num_tokens if is_all else min(k * slot.block_tokens, num_tokens)
+        moved = slot.fragment_padded_bytes[first] if is_apart else slot.layer_padded_bytes(layer)
+        return Fragments(min(wanted, slot.tokens_per_group) * row, runs, wanted * row, runs * moved)
+    pieces = slot.pieces[layer]
+    pieces = tuple(piece for piece in pieces if piece.part == 0) if is_apart else pieces
+    tokens, wanted = min(slot.block_tokens, num_tokens), min(k * slot.block_tokens, num_tokens)
+    longest = max(one.k_bytes, one.v_bytes) // one.num_heads
+    return Fragments(
+        fragment_bytes=tokens * longest,
+        num_fragments=k * len(pieces),
+        wanted_bytes=wanted * row,
         padded_bytes=k * _block_pages(slot, pieces) * PAGE_BYTES,
     )
 

@@ -57,7 +57,8 @@ class GroupRecords:
 class TierStats:
     """Counters of one tier since it was opened, and its fill now.
 
-    `num_reads` and `num_writes` count operations. `num_failed` counts fragments that could not be read, groups that
+    `num_reads` and `num_writes` count operations. `gap_bytes` are those of `read_bytes` that lay between what was
+    wanted and were read only to join two reads. `num_failed` counts fragments that could not be read, groups that
     could not be written and headers that could not be read; `num_full` counts groups refused for want of room.
     """
 
@@ -67,6 +68,7 @@ class TierStats:
     num_reads: int = 0
     num_writes: int = 0
     read_bytes: int = 0
+    gap_bytes: int = 0
     written_bytes: int = 0
     num_corrupt: int = 0
     num_failed: int = 0

@@ -16,19 +16,19 @@ import ctypes
 import errno
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvtide.blocks import KEY, KeyArray
+from kvtide.blocks import KeyArray
 from kvtide.errors import IoError, ShortIo
 from kvtide.io.ops import OP, PAGE_BYTES, READ, WRITE, Batch, Engine, address_of, aligned_buffer
 from kvtide.io.schedule import Merged, merge
 from kvtide.spec import SlotLayout
 from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK, Cause, GroupRecords, Statuses, TierStats
 from kvtide.tiers.header import Decoded, HeaderCodec
+from kvtide.tiers.slots import SlotTable
 from kvtide.trace.events import CAUSES
 from kvtide.trace.record import OP_EVENT, Recorder
 
@@ -36,56 +36,10 @@ OP_BYTES_MAX = 1 << 20  # large enough for full bandwidth on any drive measured,
 SCAN_SLOTS = 512  # headers read at once when opening
 
 
-@dataclass(slots=True)
-class SlotTable:
-    """What is known of every slot. Shapes: one row a slot; checksums [num_slots, F]; block_keys [num_slots, G]."""
-
-    used: npt.NDArray[np.bool_]
-    has_header: npt.NDArray[np.bool_]  # a valid header may lie in the file, though the slot is free
-    keys: KeyArray
-    parents: KeyArray
-    num_tokens: npt.NDArray[np.int64]
-    num_blocks: npt.NDArray[np.int64]
-    block_keys: KeyArray
-    sequences: npt.NDArray[np.uint64]
-    checksums: npt.NDArray[np.uint64]
-
-    @classmethod
-    def empty(cls, num_slots: int, layout: SlotLayout) -> SlotTable:
-        """Return a table of free slots."""
-        return cls(
-            np.zeros(num_slots, np.bool_),
-            np.zeros(num_slots, np.bool_),
-            np.zeros(num_slots, KEY),
-            np.zeros(num_slots, KEY),
-            np.zeros(num_slots, np.int64),
-            np.zeros(num_slots, np.int64),
-            np.zeros((num_slots, layout.group_blocks), KEY),
-            np.zeros(num_slots, np.uint64),
-            np.zeros((num_slots, layout.num_fragments), np.uint64),
-        )
-
-    def records(self, slots: npt.NDArray[np.int64]) -> GroupRecords:
-        """Return the records of `slots`."""
-        return GroupRecords(self.keys, self.parents, self.num_tokens, self.num_blocks, self.block_keys).take(slots)
-
-    def fill(
-        self,
-        slots: npt.NDArray[np.int64],
-        records: GroupRecords,
-        sequences: npt.NDArray[np.uint64],
-        checksums: npt.NDArray[np.uint64],
-    ) -> None:
-        """Note that `slots` hold `records`, on the medium and in the table."""
-        self.used[slots] = self.has_header[slots] = True
-        self.keys[slots], self.parents[slots] = records.keys, records.parents
-        self.num_tokens[slots], self.num_blocks[slots] = records.num_tokens, records.num_blocks
-        self.block_keys[slots], self.sequences[slots], self.checksums[slots] = records.block_keys, sequences, checksums
-
-
 class FileTier:
     """A `Tier` over one open file.
 
+    Fragments that lie up to `gap_bytes_max` bytes apart are read together, over what lies between them.
     Threads: one at a time.
     """
 
@@ -98,9 +52,10 @@ class FileTier:
         num_slots: int,
         *,
         recorder: Recorder | None = None,
+        gap_bytes_max: int = 0,
     ) -> None:
         self.layout, self.num_slots, self.table = layout, num_slots, SlotTable.empty(num_slots, layout)
-        self._engine, self._fd, self._recorder = engine, fd, recorder
+        self._engine, self._fd, self._recorder, self._gap_bytes_max = engine, fd, recorder, gap_bytes_max
         self._codec = HeaderCodec(layout, identity_digest)
         self._slot_of: dict[bytes, int] = {}
         self._free = np.ones(num_slots, np.bool_)
@@ -164,16 +119,33 @@ class FileTier:
     def read(self, keys: KeyArray, requests: npt.NDArray[np.void], *, cause: Cause) -> Statuses:
         slots = self._slots(keys)[requests["row"]]
         statuses = np.where(slots < 0, MISSING, OK).astype(np.uint8)
-        present = np.flatnonzero(slots >= 0)
-        slots, wanted = slots[present], requests[present]
-        batch = self._fragment_ops(slots, wanted["fragment"], wanted["address"], READ)
-        for parts, is_whole in self._finish(self._begin(batch), cause, slots, wanted["fragment"]):
-            lost, moved = parts[~is_whole], parts[is_whole]
-            statuses[present[lost]] = FAILED
-            statuses[present[moved]] = self._verify(slots[moved], wanted[moved])
-            self._stats.num_failed += len(lost)
-        self._drop_slots(slots[statuses[present] == CORRUPT])
+        wanted = np.flatnonzero(slots >= 0)
+        lost = self._read(slots, requests, wanted, statuses, cause, self._gap_bytes_max)
+        if len(lost) and self._gap_bytes_max:  # perhaps for bytes between them that nobody wants
+            lost = self._read(slots, requests, lost, statuses, cause, 0)
+        statuses[lost] = FAILED
+        self._stats.num_failed += len(lost)
+        self._drop_slots(slots[statuses == CORRUPT])
         return statuses
+
+    def _read(
+        self,
+        slots: npt.NDArray[np.int64],
+        requests: npt.NDArray[np.void],
+        wanted: npt.NDArray[np.intp],
+        statuses: Statuses,
+        cause: Cause,
+        gap_bytes_max: int,
+    ) -> npt.NDArray[np.intp]:
+        """Read and verify the `wanted` of all requests, note what is corrupt, and return what did not move."""
+        slots, requests = slots[wanted], requests[wanted]
+        batch = self._fragment_ops(slots, requests["fragment"], requests["address"], READ)
+        lost = []
+        for parts, is_whole in self._finish(self._begin(batch, gap_bytes_max), cause, slots, requests["fragment"]):
+            moved = parts[is_whole]
+            statuses[wanted[moved]] = self._verify(slots[moved], requests[moved])
+            lost.append(wanted[parts[~is_whole]])
+        return np.concatenate(lost) if lost else wanted[:0]
 
     def write(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], *, cause: Cause) -> Statuses:
         statuses = np.full(len(records), FULL, np.uint8)
@@ -290,9 +262,9 @@ class FileTier:
         """Do every operation and say which went well. Shapes: batch, slots [n]."""
         return self._all_done(self._begin(batch), cause, slots, None)
 
-    def _begin(self, batch: Batch) -> Merged:
-        """Hand over every operation, merged where they touch."""
-        merged = merge(batch, bytes_max=OP_BYTES_MAX)
+    def _begin(self, batch: Batch, gap_bytes_max: int = 0) -> Merged:
+        """Hand over every operation, merged where they touch, or nearly so."""
+        merged = merge(batch, bytes_max=OP_BYTES_MAX, gap_bytes_max=gap_bytes_max)
         self._engine.submit(merged.batch)
         return merged
 
@@ -318,6 +290,7 @@ class FileTier:
     ) -> Iterator[tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]]:
         """Yield, as operations end, which of those before merging that were, and whether each moved whole.
 
+        Of a read that ends early, what came before its end is whole.
         Shapes: slots, fragments [n]; yields [m], [m].
         """
         order = np.argsort(merged.part_of, kind="stable")
@@ -328,10 +301,13 @@ class FileTier:
             outstanding -= len(completions)
             tags = completions["tag"].astype(np.int64)
             whole = (completions["error"] == 0) & (completions["length"] == merged.batch["length"][tags])
-            self._count(merged.batch["kind"][tags] == WRITE, completions["length"] * whole)
+            is_write = merged.batch["kind"][tags] == WRITE
+            self._count(is_write, completions["length"] * whole)
+            self._stats.gap_bytes += int(merged.gap_bytes[tags[whole]].sum())
             self._record(merged, completions, bounds, order, slots, fragments, cause)
             parts = np.concatenate([order[bounds[tag] : bounds[tag + 1]] for tag in tags.tolist()])
-            yield parts, np.repeat(whole, bounds[tags + 1] - bounds[tags])
+            moved = np.where(whole | ~is_write, completions["length"], 0).astype(np.int64)
+            yield parts, merged.end_of[parts] <= np.repeat(moved, bounds[tags + 1] - bounds[tags])
 
     def _count(self, is_write: npt.NDArray[np.bool_], num_bytes: npt.NDArray[np.uint64]) -> None:
         self._stats.num_writes += int(is_write.sum())

@@ -104,8 +104,11 @@ def open_namespace(
     engine: str = "auto",
     depth_max: int = 64,
     recorder: Recorder | None = None,
+    gap_bytes_max: int = 0,
 ) -> OpenNamespace:
     """Open, or make, the namespace of `identity` under `root`, with room for `capacity_bytes` of slots.
+
+    `gap_bytes_max` is that of `FileTier`: how far apart fragments may lie that are read together.
 
     Raises: ConfigError for a foreign directory or a capacity below one slot; FormatError for files that are not what
     they claim; IoError when another process owns it or the disk refuses.
@@ -130,7 +133,9 @@ def open_namespace(
         try:
             with named(path):
                 _prepare_data(path, fd, backend, layout, identity.digest(), num_slots)
-            tier = FileTier(backend, fd, layout, identity.digest(), num_slots, recorder=recorder)
+            tier = FileTier(
+                backend, fd, layout, identity.digest(), num_slots, recorder=recorder, gap_bytes_max=gap_bytes_max
+            )
             with named(path):
                 was_clean = _load_checkpoint(path, tier, layout, identity.digest())
             if not was_clean:

@@ -57,6 +57,7 @@ class StoreOptions:
     group_blocks: int | None = None  # None: the smallest whose fragments reach the drive's knee
     knee_bytes: int = KNEE_BYTES  # read only where `group_blocks` is None
     split: Split = "none"  # how layers are cut into fragments: none, kv or head
+    gap_bytes_max: int = 0  # how far apart fragments may lie in the file that are read together
     adapter: str = ""
     engine: str = "auto"
     depth_max: int = 64  # operations in flight
@@ -111,6 +112,7 @@ class KvStore:
                 engine=options.engine,
                 depth_max=options.depth_max,
                 recorder=recorder,
+                gap_bytes_max=options.gap_bytes_max,
             )
         try:
             self.cache = TieredCache(
