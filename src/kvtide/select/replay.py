@@ -90,11 +90,15 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class _Exact:
-    """Attention to everything in one layer. Shapes: weights [n, Hq, T]; lse [n, Hq]; out [n, Hq, Dv]."""
+    """Attention to everything in one layer.
+
+    Shapes: weights [n, Hq, T]; lse [n, Hq]; out [n, Hq, Dv]; values [Hkv, T, Dv].
+    """
 
     weights: Floats
     lse: Floats
     out: Floats
+    values: Floats
 
 
 class Replay:
@@ -147,7 +151,7 @@ class Replay:
         if selection.need == "v" and isinstance(selector, RebuildsKeys):
             kept = self._rebuilt(kept, index, step, selector, selection)
         by_kv = (kept / kept.sum(axis=1, keepdims=True)).reshape(heads.num_kv, heads.group, num)
-        out = np.matmul(by_kv, trace.layers[index].values[:num].transpose(1, 0, 2)).reshape(heads.num_q, -1)
+        out = np.matmul(by_kv, exact.values[:, :num]).reshape(heads.num_q, -1)
         full = exact.out[step]
         notes.error[index, step] = float(np.linalg.norm(out - full) / max(float(np.linalg.norm(full)), 1e-30))
         notes.attended[index, step] = selection.num_selected
@@ -228,7 +232,8 @@ def _mean(rows: npt.NDArray[np.float64]) -> float | None:
 def _exact(trace: Trace, layer: LayerTrace) -> _Exact:
     """Attend to everything."""
     heads, num = trace.heads, trace.num_tokens
-    keys, values = layer.keys.transpose(1, 2, 0), layer.values.transpose(1, 0, 2)
+    keys = np.ascontiguousarray(layer.keys.transpose(1, 2, 0))
+    values = np.ascontiguousarray(layer.values.transpose(1, 0, 2))
     weights = np.zeros((trace.num_queries, heads.num_q, num), np.float32)
     lse, out = [], []
     for step, query in enumerate(layer.queries):
@@ -240,7 +245,7 @@ def _exact(trace: Trace, layer: LayerTrace) -> _Exact:
         weights[step, :, :seen] = (exps / sums).reshape(heads.num_q, seen)
         lse.append((highest + np.log(sums)).reshape(heads.num_q))
         out.append(np.matmul(exps / sums, values[:, :seen]).reshape(heads.num_q, -1))
-    return _Exact(weights, np.stack(lse), np.stack(out))
+    return _Exact(weights, np.stack(lse), np.stack(out), values)
 
 
 def _index_recall(heads: Heads, weights: Floats, selection: Selection, reach: Reach) -> float:

@@ -19,7 +19,7 @@ from kvtide.units import printable
 
 RETRIEVAL = ("passkey", "needles", "variables")
 TASKS = (*RETRIEVAL, "perplexity", "mass")
-PROSE_TOKENS = 64  # that are predicted after the text
+PROSE_TOKENS = 32  # that are predicted after the text
 NUM_KEYS = 4
 CONTEXT_MIN = 256
 _PROSE_MIN = 64
@@ -94,18 +94,12 @@ def _facts(rng: np.random.Generator, tasks: list[str]) -> tuple[list[str], list[
         keys = dict(zip(words[:NUM_KEYS], numbers[1 : NUM_KEYS + 1], strict=True))
         facts += [f" The special number of the {word} is {number}." for word, number in keys.items()]
         word = words[int(rng.integers(NUM_KEYS))]
-        ask = f" What is the special number of the {word}? The special number of the {word} is"
-        asked.append(("needles", ask, f" {keys[word]}"))
+        asked.append(("needles", f" The special number of the {word} is", f" {keys[word]}"))
     if "variables" in tasks:
         one, two, three = words[NUM_KEYS : NUM_KEYS + 3]
-        facts += [f" Variable {one} has the value {numbers[-1]}."]
-        facts += [
-            f" Variable {two} has the value of variable {one}.",
-            f" Variable {three} has the value of variable {two}.",
-        ]
-        asked.append(
-            ("variables", f" What value has variable {three}? Variable {three} has the value", f" {numbers[-1]}")
-        )
+        facts.append(f" Variable {one} has the value {numbers[-1]}.")
+        facts += [f" Variable {later} has the value of {earlier}." for earlier, later in ((one, two), (two, three))]
+        asked.append(("variables", f" Variable {three} has the number", f" {numbers[-1]}"))
     return facts, asked
 
 

@@ -30,7 +30,7 @@ from kvtide.spec import KVShape
 
 SUMMARY_TOKENS = 64  # of the text, in the step that summarises: whose queries the methods get to see
 STEP_TOKENS = 16  # of a question: what a step adds is attended beside the budget, up to the recent window in it
-MASS_QUERIES = 32  # that are replayed
+MASS_QUERIES = 16  # that are replayed
 _ROOM = 2  # DRAM, in texts: what was taken back stays until it is overwritten
 
 OnProgress = Callable[[int, int, str], None]
