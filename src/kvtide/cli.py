@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from kvtide import ConfigError, KvtideError, __version__
+from kvtide.cli_bench import bench
 from kvtide.cli_import import IMPORT_EXAMPLE, import_log
 from kvtide.cli_plan import PLAN_EXAMPLE, plan
 from kvtide.cli_probe import PROBE_EXAMPLE, probe
@@ -37,6 +38,7 @@ app.command("run", epilog=RUN_EXAMPLE)(run)
 app.command("size", epilog=SIZE_EXAMPLE)(size)
 app.command("top", epilog=TOP_EXAMPLE)(top)
 app.command("trace", epilog=TRACE_EXAMPLE)(trace)
+app.add_typer(bench)
 app.add_typer(store)
 
 

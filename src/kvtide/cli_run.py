@@ -103,7 +103,7 @@ def run(
     selected = select_options(select, budget)
     text = read_document(document)
     console = Console(stderr=as_json, highlight=False, markup=False, emoji=False)
-    with _waiting(console, "Loading the model"):
+    with waiting(console, "Loading the model"):
         try:
             from kvtide.integrations.transformers import KvStore, load
             from kvtide.integrations.transformers.store import KNEE_BYTES
@@ -112,10 +112,10 @@ def run(
             raise UnsupportedError(f"{error}; type pip install 'kvtide[transformers]'") from None
 
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        loaded = load(model, dtype=dtype or _fast_dtype(), cache_dir=_cache_dir() / "models")
+        loaded = load(model, dtype=dtype or fast_dtype(), cache_dir=cache_dir() / "models")
     text = text if text is not None else default_document(loaded)
     recorder = Recorder()
-    knee = find_knee(_cache_dir(), directory, KNEE_BYTES) if group_blocks == "auto" else None
+    knee = find_knee(cache_dir(), directory, KNEE_BYTES) if group_blocks == "auto" else None
     options = _store_options(
         loaded,
         text,
@@ -241,7 +241,7 @@ def _about(store: KvStore) -> About:
     return about
 
 
-def _fast_dtype() -> str | None:
+def fast_dtype() -> str | None:
     """Return fp32 on a CPU without bf16 arithmetic, where bf16 is several times slower; else None, the model's own."""
     import torch
 
@@ -251,13 +251,15 @@ def _fast_dtype() -> str | None:
     return None if has_bf16 else "fp32"
 
 
-def _cache_dir() -> Path:
+def cache_dir() -> Path:
+    """Return where kvtide keeps what it can make again."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "kvtide"
 
 
 @contextmanager
-def _waiting(console: Console, what: str) -> Iterator[None]:
+def waiting(console: Console, what: str) -> Iterator[None]:
+    """Say `what` is going on, if somebody is there to see it."""
     with console.status(f"{what} ...") if console.is_terminal else _nothing():
         yield
 

@@ -106,6 +106,13 @@ class Selecting:
         self.end()
         self._sequence, self.is_sparse = None, False
 
+    def swap(self, selector: Selector, budget: Budget) -> None:
+        """Go on with `selector`, which has summarised all tokens that are there now, and no others; count anew."""
+        assert self._sequence is not None, "nothing was summarised"
+        self.selector, self.budget, self.counts = selector, budget, SelectCounts()
+        for layer in self._layers:
+            layer.fresh, layer.start = layer.fresh[:0], self._sequence.num_tokens
+
     def follows(self, sequences: list[Sequence]) -> bool:
         """Say whether the one sequence that is followed is the one that steps."""
         return self._sequence is not None and sequences == [self._sequence]
