@@ -298,6 +298,46 @@ def test_a_query_ahead_is_what_the_layer_before_predicts(tiny: str) -> None:
     assert all(np.isfinite(recording.ahead[layer][0]).all() for layer in (1, 2))
 
 
+def test_a_trace_has_the_keys_and_values_of_transformers_own_cache(tiny: str) -> None:
+    from kvtide.integrations.transformers import KvStore, StoreOptions, load
+    from kvtide.integrations.transformers.recording import Recording, make_trace
+    from kvtide.integrations.transformers.wiring import Wiring
+
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    loaded = load(tiny, dtype="fp32", cache_dir=Path("unused"))
+    wiring, ids = Wiring(loaded), np.random.default_rng(0).integers(1, 256, 72).tolist()
+    expected = transformers.DynamicCache()
+    with KvStore(loaded, StoreOptions(1 << 20, 4 << 20, group_blocks=1)) as store, torch.inference_mode():
+        loaded.model(input_ids=torch.tensor([ids]), cache=expected, use_cache=True)
+        session = store.session(ids)
+        with Recording(wiring) as earlier:
+            session.forward(0, 64)
+        with Recording(wiring) as latest:
+            session.forward(64, 72)
+        trace = make_trace(earlier, latest, wiring, store.cache, session.kv.sequences[0], num_queries=5)
+        session.release()
+    assert (trace.num_tokens, trace.num_queries, trace.num_prefill) == (69, 5, 64)
+    for layer, ours in zip(expected.layers, trace.layers, strict=True):
+        np.testing.assert_allclose(ours.keys, layer.keys[0, :, :69].transpose(0, 1).numpy(), atol=1e-5)
+        np.testing.assert_allclose(ours.values, layer.values[0, :, :69].transpose(0, 1).numpy(), atol=1e-5)
+        assert ours.earlier.shape == (64, 4, 16)
+
+
+def test_the_order_of_methods_changes_nothing(tiny: str) -> None:
+    from dataclasses import replace
+
+    from kvtide.integrations.transformers import load
+    from kvtide.integrations.transformers.comparing import CompareOptions, Comparison
+
+    pytest.importorskip("torch")
+    loaded = load(tiny, dtype="fp32", cache_dir=Path("unused"))
+    methods = ["clo", "random", "lowrank", "clo", "random", "lowrank"]
+    options = CompareOptions(methods, [512], [96], ["perplexity"], num_seeds=1)
+    answers = [replace(each, select_ns=0.0) for each in Comparison(loaded, options, on_progress=print).run().answers]
+    assert answers[:3] == answers[3:]
+    assert all(each.attended <= 96 for each in answers)
+
+
 def test_an_interrupted_run_gives_what_it_got_to(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtide.integrations.transformers.comparing import Comparison
 
