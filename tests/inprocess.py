@@ -13,7 +13,7 @@ import pytest
 
 from kvtide import cli, cli_run
 
-MODELS = cli_run._cache_dir() / "models"  # before a test says that the cache lies elsewhere
+MODELS = cli_run.cache_dir() / "models"  # before a test says that the cache lies elsewhere
 
 
 def kvtide(*words: object, stdin: bytes | None = b"") -> subprocess.CompletedProcess[str]:

@@ -490,8 +490,8 @@ def test_a_budget_with_nothing_to_choose_is_refused_when_the_store_opens(
 
 
 def test_what_is_not_summarised_yet_counts_as_kept_always(loaded: LoadedModel) -> None:
-    with pytest.raises(ConfigError, match="37 are kept always"):
-        opened(loaded, None, "infinigen", Budget(tokens=37), group_blocks=8)
+    with pytest.raises(ConfigError, match="44 are kept always"):
+        opened(loaded, None, "infinigen", Budget(tokens=44), group_blocks=8)
 
 
 def test_a_share_with_nothing_to_choose_is_refused_before_the_first_step(loaded: LoadedModel) -> None:

@@ -132,7 +132,7 @@ def run(
         select=selected,
     )
     shape, num_tokens = KVShape.of(loaded.spec, loaded.dtype), _num_tokens(loaded, text)
-    options, laid = lay_out(options, layout, shape, num_tokens, cache_dir=_cache_dir())
+    options, laid = lay_out(options, layout, shape, num_tokens, cache_dir=cache_dir())
     show = _Show(console, is_quiet=as_json)
     with KvStore(loaded, options, recorder=recorder) as store:
         show.opening(store, laid.lines())
