@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from kvtide.select.contract import Floats, Ids, Reach, Selection
 
@@ -46,21 +49,21 @@ def total_mass(logits: Floats) -> Floats:
 class Rows:
     """An array that grows at its first axis. `rows` is what was put in, without a copy."""
 
-    def __init__(self, tail: tuple[int, ...]) -> None:
-        self._store: Floats = np.zeros((0, *tail), np.float32)
+    def __init__(self, tail: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> None:
+        self._store: npt.NDArray[Any] = np.zeros((0, *tail), dtype)
         self._num = 0
 
     @property
-    def rows(self) -> Floats:
+    def rows(self) -> npt.NDArray[Any]:
         """What it holds. Shapes: [n, *tail]."""
         return self._store[: self._num]
 
-    def append(self, rows: Floats) -> None:
+    def append(self, rows: npt.NDArray[Any]) -> None:
         """Add rows at the end. Shapes: [n, *tail]."""
         end = self._num + len(rows)
         if end > len(self._store):
             room = max(end, len(self._store) * 5 // 4 + 64)
-            grown = np.zeros((room, *self._store.shape[1:]), np.float32)
+            grown = np.zeros((room, *self._store.shape[1:]), self._store.dtype)
             grown[: self._num] = self.rows
             self._store = grown
         self._store[self._num : end] = rows
