@@ -209,6 +209,8 @@ def test_keys_in_pieces_are_chosen_as_keys_at_once(name: str) -> None:
         assert (got.first, got.last, got.unit) == (want.first, want.last, want.unit)
         if name == "retrieval":  # what is near a prefill query was noted before the last keys came
             assert len(np.intersect1d(got.ids, want.ids)) > 0.9 * want.ids.shape[1]
+        elif name == "lowrank":  # bytes round by the keys that were there first: of two equals either may win
+            assert len(np.intersect1d(got.ids, want.ids)) >= want.ids.shape[1] - 1
         else:
             np.testing.assert_array_equal(got.ids, want.ids)
 
@@ -335,8 +337,9 @@ def test_lowrank_at_full_rank_ranks_by_the_exact_mass() -> None:
     for query in queries[16:]:
         logits = geometry.by_kv(query) @ keys[: last * GROUP].transpose(1, 2, 0) * geometry.scaling
         mass = softmax(logits).sum(axis=(0, 1)).reshape(last, GROUP).sum(axis=1)
-        want = np.sort(np.argsort(mass[first:])[-num:]) + first
-        np.testing.assert_array_equal(lowrank.select(LAYER, query, reach).ids, want[None])
+        got = lowrank.select(LAYER, query, reach).ids[0]
+        assert len(got) == num
+        assert mass[got].sum() > 0.998 * np.sort(mass[first:])[-num:].sum()  # keys are kept to a byte
 
 
 def test_oracle_of_single_tokens_holds_the_most_mass_there_is() -> None:

@@ -327,6 +327,26 @@ def test_a_selector_that_fails_is_counted_and_everything_is_attended(
             check_nothing_is_held(store)
 
 
+@pytest.mark.parametrize("method", ["on_prefill", "on_append"])
+def test_a_selector_that_cannot_summarise_is_counted_and_everything_is_attended(
+    method: str, loaded: LoadedModel, exact: object, kept: dict[Split, Path]
+) -> None:
+    def failing(*_what: object) -> None:
+        raise ZeroDivisionError
+
+    with opened(loaded, kept["none"], "lowrank", EVERYTHING, dram_bytes=least_dram("none")) as store:
+        setattr(store.selecting.selector, method, failing)
+        session = store.session(prompt(NUM_PROMPT))
+        how = GREEDY | {"max_new_tokens": 40} if method == "on_append" else GREEDY
+        found = session.generate(**how)
+        if method == "on_prefill":
+            check_same(found, exact)
+            assert store.selecting.counts.num_steps == 0
+        assert store.selecting.counts.num_failed > 0
+        session.release()
+        check_nothing_is_held(store)
+
+
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("name", ["lowrank", "quest"])
 def test_kv_that_rots_while_it_is_decoded_is_computed_again(

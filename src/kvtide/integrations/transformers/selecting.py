@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import torch
+from threadpoolctl import ThreadpoolController
 
 from kvtide.cache.picking import Pick
 from kvtide.cache.sequence import Sequence
@@ -21,7 +22,7 @@ from kvtide.cache.tiered import TieredCache
 from kvtide.integrations.transformers.gather import FrameView
 from kvtide.integrations.transformers.sparse import Part, attend, merge
 from kvtide.integrations.transformers.wiring import Wiring, as_floats
-from kvtide.select.contract import Budget, Floats, Ids, Keys, RebuildsKeys, Selection, Selector
+from kvtide.select.contract import Budget, Floats, Ids, Keys, Reach, RebuildsKeys, Selection, Selector
 from kvtide.select.pmr import DRAFT_TOKENS
 from kvtide.tiers.contract import Cause
 
@@ -76,14 +77,17 @@ class Selecting:
         recent = max(budget.recent, cache.layout.tokens_per_group + DRAFT_TOKENS)
         self.selector, self.budget, self.counts = selector, replace(budget, recent=recent), SelectCounts()
         self.is_sparse = False
-        self._is_ahead = selector.is_ahead and cache.is_prefetching
         self._cache, self._wiring, self._picker = cache, wiring, cache.picker
         self._heads, self._rope = wiring.heads, wiring.rope()
         self._group = cache.layout.tokens_per_group
         self._device = wiring.modules[0].q_proj.weight.device
         self._frames = FrameView(cache, self._heads, dtype, self._device)
         self._groups_max = max(1, cache.ledger.frame_pool.num_frames // (PICKS_MAX * cache.layout.parts_per_layer))
+        # Threads of numpy's BLAS spin on after each product, and torch's then wait for their processors: a step over
+        # 5,000 tokens took 187 ms with them and 145 ms without, on two.
+        self._pools = ThreadpoolController()
         self._sequence: Sequence | None = None
+        self._is_summarised = True
         self._layers: list[_Layer] = []
         self._chosen: dict[int, list[Selection]] = {}
         self._picks: dict[int, _Picked] = {}
@@ -96,7 +100,7 @@ class Selecting:
     def start(self, sequence: Sequence) -> None:
         """Follow `sequence` from here on: its next step attends to everything and summarises, those after it select."""
         self.stop()
-        self._sequence = sequence
+        self._sequence, self._is_summarised = sequence, True
         self._layers = [
             _Layer(np.zeros((0, self._heads.num_kv, self._heads.dim), np.float32)) for _ in self._wiring.modules
         ]
@@ -163,7 +167,8 @@ class Selecting:
 
     def before(self, layer: int, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         """Choose for the layer after `layer`, from its own input, and begin to read. Shapes: hidden [1, m, width]."""
-        if not self._is_ahead or layer + 1 >= len(self._layers):
+        is_ahead = self.selector.is_ahead and self._cache.is_prefetching
+        if not is_ahead or layer + 1 >= len(self._layers):
             return
         selections = self._choose(layer + 1, self._wiring.query(layer + 1, hidden, rotation))
         self._chosen[layer + 1] = selections
@@ -177,9 +182,13 @@ class Selecting:
         Shapes: query [1, Hq, m, D]; keys [1, Hkv, T, D], views.
         """
         rows = Keys(as_floats(keys[0].transpose(0, 1)), 0, self._rope)
-        self.selector.on_prefill(layer, rows, as_floats(query[0].transpose(0, 1)))
+        try:
+            self.selector.on_prefill(layer, rows, as_floats(query[0].transpose(0, 1)))
+        except Exception:  # whatever a method runs into; without its summary, attention stays to everything
+            self.counts.num_failed += 1
+            self._is_summarised = False
         self._layers[layer].fresh, self._layers[layer].start = self._layers[layer].fresh[:0], keys.shape[2]
-        self.is_sparse = layer == len(self._layers) - 1
+        self.is_sparse = self._is_summarised and layer == len(self._layers) - 1
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Attend to the selection of `layer`. Shapes: query [1, Hq, m, D], key [1, Hkv, m, D]; returns [1, m, Hq, D].
@@ -223,19 +232,19 @@ class Selecting:
         """Return a selection for each query; where the selector fails, everything. Shapes: queries [m, Hq, D]."""
         started = time.perf_counter_ns()
         first = self._num_tokens - len(queries) + 1
-        chosen = []
-        for index, query in enumerate(queries):
-            reach = self.budget.reach(first + index)
-            try:
-                selection = self.selector.select(layer, query, reach)
-            except Exception:  # whatever a method runs into: attention to everything is never wrong
-                self.counts.num_failed += 1
-                selection = Selection.everything(reach.num_tokens)
-            chosen.append(selection)
-            self.counts.num_attended += selection.num_selected
+        with self._pools.limit(limits=1, user_api="blas"):
+            chosen = [self._select(layer, query, self.budget.reach(first + at)) for at, query in enumerate(queries)]
+        self.counts.num_attended += sum(selection.num_selected for selection in chosen)
         self.counts.num_queries += len(queries)
         self.counts.select_ns += time.perf_counter_ns() - started
         return chosen
+
+    def _select(self, layer: int, query: Floats, reach: Reach) -> Selection:
+        try:
+            return self.selector.select(layer, query, reach)
+        except Exception:  # whatever a method runs into: attention to everything is never wrong
+            self.counts.num_failed += 1
+            return Selection.everything(reach.num_tokens)
 
     def _groups(self, layer: int, selections: list[Selection]) -> Ids:
         self.attended[layer] = [selection.groups(self._group) for selection in selections]
@@ -311,8 +320,11 @@ class Selecting:
         fresh = state.fresh[: self._old_tokens - state.start]
         num = (state.start + len(fresh)) // self._group * self._group - state.start
         if num > 0:
-            self.selector.on_append(layer, Keys(fresh[:num], state.start, self._rope))
-            state.start, fresh = state.start + num, fresh[num:]
+            try:
+                self.selector.on_append(layer, Keys(fresh[:num], state.start, self._rope))
+                state.start, fresh = state.start + num, fresh[num:]
+            except Exception:  # what is not summarised is attended; it is tried again
+                self.counts.num_failed += 1
         state.fresh = np.concatenate([fresh, as_floats(key[0].transpose(0, 1))])
 
     def _let_go(self) -> None:

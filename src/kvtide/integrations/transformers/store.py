@@ -29,7 +29,7 @@ from kvtide.integrations.transformers.kvcache import TieredKv
 from kvtide.integrations.transformers.models import LoadedModel
 from kvtide.integrations.transformers.selecting import Selecting
 from kvtide.integrations.transformers.wiring import Wiring
-from kvtide.select.contract import Budget
+from kvtide.select.contract import Budget, RebuildsKeys
 from kvtide.select.full import Full
 from kvtide.select.names import make_selector
 from kvtide.spec import Identity, KVShape, SlotLayout, Split, auto_group_blocks
@@ -165,6 +165,10 @@ class KvStore:
         """Meet the model's attention, and return that and who selects for it."""
         wiring = Wiring(self.loaded)
         selector = make_selector(options.name, wiring.heads, group_tokens=self.layout.tokens_per_group)
+        if isinstance(selector, RebuildsKeys) and wiring.rope() is None:
+            raise ConfigError(
+                f"{options.name} rebuilds keys before RoPE, and {self.loaded.name} has none; type --select auto"
+            )
         selecting = Selecting(self.cache, wiring, selector, options.budget, self.loaded.torch_dtype)
         if options.budget.tokens:
             self.check_budget(selecting, options.budget.tokens + 1)
