@@ -43,6 +43,7 @@ from kvtide.trace.record import Recorder
 BUDGET = 512
 GROUP_BLOCKS = 8
 NEW_SHARE = 0.25  # of a selection that DRAM does not have from earlier steps; the measured rungs show their own
+REAPED = 8  # completions of one round: an eighth of the depth, kvtide.io.uring.REFILL_PARTS
 SKIPPED = 3  # steps until a rung reads what it reads from then on
 STEPS = {"full": 8, "selected": 40}
 
@@ -135,6 +136,7 @@ def measure(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
         "budget_tokens": BUDGET,
         "kv_bytes": args.context * shape.bytes_per_token,
         "probe": {"label": "measured", "read": asdict(found.read.roof)},
+        "host": {"label": "measured", **asdict(host)},
         "recompute_ms": min(prefill_ns.values()) / 1e6,
         "rungs": rows,
         "llama_3_70b": planned(),
@@ -299,7 +301,10 @@ def predicted(
     floor_ms = floors.get(name, floors["full in memory"])
     together = float(np.clip(num_ops / layers, 1, rung.depth))
     read_ms = num_ops * size / float(roof.bytes_per_s(size, together)) * 1e3
-    host_ms = (num_ops * (host.op_ns + host.check_time_ns(size)) + layers * (host.job_ns + host.round_ns)) / 1e6
+    rounds = max(layers, num_ops / min(REAPED, together))  # an engine hands back several completions at once
+    copied = layers * groups * host.copy_time_ns(size) if rung.method is None else 0.0
+    host_ms = (num_ops * (host.op_ns + host.check_time_ns(size)) + rounds * host.round_ns + copied) / 1e6
+    host_ms += layers * host.job_ns / 1e6
     moving, longer = read_ms + host_ms, max(read_ms + host_ms, floor_ms)
     itl_ms = longer + (moving + floor_ms - longer) / layers if rung.is_ahead else moving + floor_ms
     return {"label": "simulated", "ops": num_ops, "mib": num_ops * size / 2**20, "itl_ms": itl_ms}
