@@ -210,8 +210,10 @@ class Ledger:
 
         `reserve` frames are kept from them, so that there always are some to read into.
         """
-        owners = self.frame_unit[self.frame_unit >= 0]
-        num_stuck = len(owners) - int(np.sum(self.is_clean(owners) & (owners != tail)))
+        frames = np.flatnonzero(self.frame_unit >= 0)
+        owners = self.frame_unit[frames]
+        can_go = self.is_clean(owners) & (owners != tail) & (self.pins[frames] == 0)
+        num_stuck = len(owners) - int(np.sum(can_go))
         return num_stuck + num_frames + reserve <= self.frame_pool.num_frames
 
     def take_frames(self, num: int, *, keep_unit: int = -1) -> Ids:

@@ -72,8 +72,9 @@ class Picker:
             if (frames >= 0).all():
                 self._traffic.hold(frames, 1)
                 return pick
+            uids = self._ledger.uid[units]
         priority = PREFETCH if cause == "prefetch" else DEMAND
-        pick.job = self._mover.submit(lambda: self._traffic.bring(units, fragments, cause=cause), priority)
+        pick.job = self._mover.submit(lambda: self._traffic.bring(units, uids, fragments, cause=cause), priority)
         return pick
 
     def finish(self, pick: Pick) -> Ids:
@@ -86,7 +87,7 @@ class Picker:
             self._mover.hasten(pick.job)
             job, pick.job = pick.job, None
             pick.is_released = True  # unless it goes well
-            pick.frames, pick.read = _brought(job)
+            pick.frames, pick.read = self._wait(job)
             pick.is_released = False
         pick.wait_ns = self._clock() - started
         self._on_done(pick, started)
@@ -101,7 +102,7 @@ class Picker:
         if pick.job is not None and not pick.is_released:
             job, pick.job, pick.is_released = pick.job, None, True
             with contextlib.suppress(IoError):
-                frames, read = _brought(job)
+                frames, read = self._wait(job)
                 was_read[read] = True
                 self._let_go(frames)
         self.release(pick)
@@ -116,6 +117,13 @@ class Picker:
             pick.job.add_done_callback(self._forget)
         else:
             self._let_go(pick.frames)
+
+    def _wait(self, job: Future[object]) -> tuple[Ids, Ids]:
+        try:
+            return _brought(job)
+        except KeyboardInterrupt:  # what it brings is let go of when it ends
+            job.add_done_callback(self._forget)
+            raise
 
     def _forget(self, job: Future[object]) -> None:
         if not job.cancelled() and job.exception() is None:

@@ -154,14 +154,17 @@ class Traffic:
         counts.dram_bytes += len(units) * layout.layer_padded_bytes(layer) - num_read
         return len(units)
 
-    def bring(self, units: Ids, fragments: Ids, *, cause: Cause) -> tuple[Ids, Ids]:
+    def bring(self, units: Ids, uids: Ids, fragments: Ids, *, cause: Cause) -> tuple[Ids, Ids]:
         """Bring the fragments (unit, fragment) into DRAM; return their frames, pinned once each, and which were read.
 
-        Shapes: units, fragments [n], no pair twice; returns [n], [places of those read].
-        Raises: LostKv if some cannot be read; IoError(ENOSPC) if DRAM has no room. Nothing stays pinned then.
+        Shapes: units, uids, fragments [n], no pair twice; returns [n], [places of those read].
+        Raises: LostKv if some cannot be read, or units no longer have the `uids` they had: nobody waits for those then;
+        IoError(ENOSPC) if DRAM has no room. Nothing stays pinned then.
         """
         started = self._now_ns()
         with self._lock:
+            if (self._ledger.uid[units] != uids).any():
+                raise LostKv(units[:0])
             frames = self._ledger.frames[units, fragments]
             absent = np.flatnonzero(frames < 0)
             self._pin(frames[frames >= 0], 1)

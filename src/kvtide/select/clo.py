@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvtide.select.contract import Floats, Heads, Keys, Reach, Selection, Selector
+from kvtide.select.contract import Floats, Heads, Keys, Reach, RebuildsKeys, Selection, Selector
 
 THRESHOLD = 0.8
 
@@ -24,6 +24,8 @@ class Clo:
     def __init__(self, heads: Heads, inner: Selector, *, threshold: float = THRESHOLD) -> None:
         self.unit, self.is_ahead = inner.unit, inner.is_ahead
         self._heads, self._inner, self._threshold = heads, inner, threshold
+        if isinstance(inner, RebuildsKeys):
+            self.keys = inner.keys
         self._last: dict[int, tuple[Floats, Selection]] = {}
         self.num_kept = self.num_asked = 0
 

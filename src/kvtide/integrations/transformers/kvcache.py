@@ -191,6 +191,8 @@ class TieredKv(Cache):  # type: ignore[misc]
             self.selecting.begin(num_new)
         for sequence in self.sequences:
             self.cache.begin_step(sequence, num_new)
+        if self.selecting is not None:
+            self.selecting.read_hinted()
 
     def _seal(self, *, is_exact: bool = True) -> None:
         assert self._step is not None

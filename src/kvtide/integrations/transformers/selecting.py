@@ -91,6 +91,7 @@ class Selecting:
         self._layers: list[_Layer] = []
         self._chosen: dict[int, list[Selection]] = {}
         self._picks: dict[int, _Picked] = {}
+        self._hinted: list[Ids] = []
         self._hints: list[tuple[Ids, Pick]] = []
         self.attended: list[list[Ids]] = []  # groups each query of the step attended to, one list a layer
         self._old_tokens = self._num_tokens = 0
@@ -122,15 +123,21 @@ class Selecting:
         return self._sequence is not None and sequences == [self._sequence]
 
     def hint(self, layers: list[Ids]) -> None:
-        """Begin to read groups that the next step may want, all layers at once; what it does not want is wasted.
+        """Say what groups the next step may want. Shapes: one array of groups a layer."""
+        self._hinted = layers
 
-        Shapes: one array of groups a layer. No more is read than a part of DRAM holds.
+    def read_hinted(self) -> None:
+        """Begin to read what was hinted at, all layers at once; what the step does not want is wasted.
+
+        No more is read than a part of DRAM holds. A step that was begun has its room already.
         """
-        assert self._sequence is not None, "a step of no sequence"
+        layers, self._hinted = self._hinted, []
+        if not layers or self._sequence is None or not self._cache.is_prefetching:
+            return
         parts = self._cache.layout.parts_per_layer
         layer = np.repeat(np.arange(len(layers)), [len(groups) for groups in layers])
         groups = np.concatenate(layers)
-        near = np.argsort(groups, kind="stable")[: self._groups_max]  # fragments of one group lie together
+        near = np.argsort(groups, kind="stable")[: self._groups_max // 2]  # fragments of one group lie together
         place, layer = np.repeat(groups[near], parts), np.repeat(layer[near], parts)
         fragments = layer * parts + np.tile(np.arange(parts), len(near))
         for start in range(0, len(place), HINT_FRAGMENTS):
@@ -151,6 +158,9 @@ class Selecting:
         """End a step: let go of what was read for it in vain, and count that."""
         parts = self._cache.layout.parts_per_layer
         for places, pick in self._hints:
+            if pick.job is not None and not pick.job.done():  # too late to be of use
+                self._picker.release(pick)
+                continue
             was_read = self._picker.settle(pick)
             layers = pick.fragments // parts
             wanted = [
@@ -167,13 +177,12 @@ class Selecting:
 
     def before(self, layer: int, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         """Choose for the layer after `layer`, from its own input, and begin to read. Shapes: hidden [1, m, width]."""
-        is_ahead = self.selector.is_ahead and self._cache.is_prefetching
-        if not is_ahead or layer + 1 >= len(self._layers):
+        if not self.selector.is_ahead or layer + 1 >= len(self._layers):
             return
         selections = self._choose(layer + 1, self._wiring.query(layer + 1, hidden, rotation))
         self._chosen[layer + 1] = selections
         groups = self._groups(layer + 1, selections)
-        if len(groups) <= self._groups_max:
+        if self._cache.is_prefetching and len(groups) <= self._groups_max:
             self._picks[layer + 1] = self._pick(layer + 1, selections, groups, "prefetch")
 
     def summarise(self, layer: int, query: torch.Tensor, keys: torch.Tensor) -> None:

@@ -28,6 +28,8 @@ def attend(
     Shapes: query [Hkv, G, m, D]; keys, values [Hkv, N, D]; mask [Hkv or 1, m, N], true where a key is seen.
     """
     heads, group, num, dim = query.shape
+    if query.dtype is torch.float16:  # whose largest number a product may pass
+        query, scaling = query * scaling, 1.0
     logits = torch.matmul(query.reshape(heads, group * num, dim), keys.transpose(1, 2)).float() * scaling
     logits = logits.view(heads, group, num, -1)
     if mask is not None:

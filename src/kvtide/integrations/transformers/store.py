@@ -342,13 +342,12 @@ def _before(module: Any, kwargs: dict[str, Any]) -> None:
     """Tell an attention module who selects for the step that reaches it; None for attention to everything."""
     kv = kwargs.get("cache", kwargs.get("past_key_values"))
     selecting = kv.selecting if isinstance(kv, TieredKv) else None
-    module.kvtide_step = selecting
-    if kv is None or selecting is None or not selecting.is_sparse:
-        return
     layer, hidden = int(module.layer_idx), kwargs["hidden_states"]
-    if layer == 0:
-        kv.begin(*hidden.shape[:2])
-    if kv.is_sparse:  # a step of more rows is not
+    if kv is not None and selecting is not None and selecting.is_sparse and layer == 0:
+        kv.begin(*hidden.shape[:2])  # which ends the selection of a cache that is not followed, or of more rows
+        selecting = kv.selecting
+    module.kvtide_step = selecting
+    if selecting is not None and selecting.is_sparse:
         selecting.before(layer, hidden, kwargs.get("position_embeddings"))
 
 

@@ -56,8 +56,8 @@ class Wiring:
         self._hooks: list[Any] = []
 
     def rope(self) -> Rope | None:
-        """Return the model's RoPE tables; None for a model without."""
-        if self._rotary is None:
+        """Return the model's RoPE tables; None for a model without, or with layers without."""
+        if self._rotary is None or not all(getattr(module, "use_rope", True) for module in self.modules):
             return None
         positions = torch.arange(self._max_positions)[None]
         device = next(self._model.parameters()).device
@@ -79,6 +79,8 @@ class Wiring:
         """Put the model's own attention back. Idempotent."""
         for hook in self._hooks:
             hook.remove()
+        for module in self.modules:
+            module.kvtide_step = None
         if self._hooks:
             self._model.set_attn_implementation(self._attention)
         self._hooks = []
@@ -94,7 +96,7 @@ class Wiring:
         if norm is not None:
             query = norm(query)
         rows = as_floats(query)
-        if rotation is None:
+        if rotation is None or not getattr(module, "use_rope", True):
             return rows
         rope = Rope(as_floats(rotation[0][0]), as_floats(rotation[1][0]))
         return rope.apply(rows, 0)
