@@ -26,10 +26,10 @@ K = 1024
 BUDGETS = [64, 128, 256, 512, 1024]
 ASKED = [name for name in default_methods() if name not in {"random", "oracle-head"}]  # of many texts, to save time
 PARTS = (
-    CompareOptions(ASKED, [K, 2 * K], [64, 256], ["needles"], num_seeds=30),
-    CompareOptions([], [K, 2 * K], [64, 256], ["passkey", "variables", "perplexity"], num_seeds=3),
-    CompareOptions([], [K, 2 * K], BUDGETS, ["mass"], num_seeds=2),
+    CompareOptions(ASKED, [K], [64, 256], ["needles"], num_seeds=30),
+    CompareOptions([], [K, 2 * K], BUDGETS, ["mass"], num_seeds=1),
     CompareOptions([], [4 * K, 8 * K], BUDGETS, ["mass"], num_seeds=1),
+    CompareOptions(ASKED, [2 * K], [64, 256], ["needles", "passkey", "variables", "perplexity"], num_seeds=5),
 )
 SMOKE = (CompareOptions(["full", "lowrank"], [256], [64], ["passkey", "mass"], num_seeds=1),)
 

@@ -79,7 +79,7 @@ def test_a_full_trie_learns_no_more_and_stays_right() -> None:
 
 
 def test_attended_groups_are_bounded_and_the_latest_are_kept() -> None:
-    attended = AttendedGroups(num_max=2)
+    attended = AttendedGroups(ids_max=2)
     for position in range(4):
         attended.note(position, [np.array([position])])
     assert [layers[0].tolist() for layers in attended.of([0, 1, 2, 3])] == [[2], [3]]
@@ -123,7 +123,7 @@ def test_the_streamer_sees_every_token_once_and_an_end_token_ends() -> None:
     ids = repeating(3)
     with KvStore(loaded, options(None, group_blocks=1, select=select)) as store:
         session = store.session(ids)
-        plain = session.generate(max_new_tokens=NUM_NEW, do_sample=False).sequences[0, len(ids) :].tolist()
+        plain = session.generate(max_new_tokens=NUM_NEW, do_sample=False)[0, len(ids) :].tolist()
         session.release()
         end = plain[NUM_NEW // 2]
         loaded.model.generation_config.eos_token_id = end
@@ -138,7 +138,8 @@ def test_the_streamer_sees_every_token_once_and_an_end_token_ends() -> None:
                 seen.append(-1)
 
         session = store.session(ids)
-        found = session.generate(max_new_tokens=NUM_NEW, do_sample=False, streamer=Streamer(), output_logits=True)
+        how = {"streamer": Streamer(), "output_logits": True, "return_dict_in_generate": True}
+        found = session.generate(max_new_tokens=NUM_NEW, do_sample=False, **how)
         session.release()
     expected = plain[: plain.index(end) + 1]
     assert seen == [*expected, -1]

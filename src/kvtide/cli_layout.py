@@ -102,8 +102,8 @@ def lay_out(
 
 def pattern_of(select: SelectOptions, num_tokens: int, block_tokens: int) -> tuple[Pattern, int | None]:
     """Return what a method reads of a step, and the groups it needs: those that choose whole ones need small ones."""
-    first, _, second = select.name.partition("+")
-    method = (second or DEFAULT) if first in {"clo", "pmr"} else first
+    method = select.name.split("+")[-1]
+    method = DEFAULT if method in {"clo", "pmr"} else method
     budget = max(1, select.budget.reach(num_tokens).budget)
     if method not in OF_HEADS:
         return Pattern(budget, block_tokens), 1

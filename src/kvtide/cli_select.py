@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvtide.errors import ConfigError
 from kvtide.select.contract import Budget
-from kvtide.select.names import DEFAULT, FLOORS, METHODS
-from kvtide.units import format_bytes, printable
+from kvtide.select.names import DEFAULT, why_not
+from kvtide.units import format_bytes
 
 if TYPE_CHECKING:
     from kvtide.integrations.transformers import KvStore
@@ -24,13 +24,10 @@ def select_options(name: str, budget: str) -> SelectOptions | None:
     Raises: ConfigError for unknown names and budgets.
     """
     parsed = Budget.parse(budget)
-    for part in name.split("+"):
-        if part not in {NONE, AUTO, *METHODS, *FLOORS}:
-            raise ConfigError(
-                f"--select is {printable(name)[:40]!r}; type {NONE}, {AUTO}, {', '.join(METHODS)}, or two as clo+quest"
-            )
     if name in {NONE, "full"}:
         return None
+    if name != AUTO and (refused := why_not(name)):
+        raise ConfigError(f"--select: {refused} Or type {NONE} or {AUTO}.")
     from kvtide.integrations.transformers.store import SelectOptions
 
     return SelectOptions(DEFAULT if name == AUTO else name, parsed)

@@ -85,6 +85,8 @@ class Growth:
         grown = sequence.table.append(ledger.pool, needs.num_tokens)
         if needs.is_copied:
             ledger.pool.release(np.array([tail]))
+            if tail in sequence.own_units(self._layout.tokens_per_group):
+                ledger.was_refused[tail] = True  # nobody will find what was taken back: it is not worth a write
         assert grown is not None, "fewer units than there were"
         units = np.array([*([grown.copy[1]] if grown.copy else []), *grown.new_units], np.int64)
         ledger.begin(units)

@@ -55,6 +55,12 @@ class Sequence:
         """Tokens whose KV is complete in every layer."""
         return len(self.tokens)
 
+    def own_units(self, tokens_per_group: int) -> npt.NDArray[np.int64]:
+        """Return the units that hold nothing but KV that is not exact."""
+        if self.num_exact is None:
+            return self.units[:0]
+        return self.units[-(-self.num_exact // tokens_per_group) :]
+
     def parent_key(self, block: int, block_tokens: int) -> bytes:
         """Return the key that the key of `block` is computed from."""
         key = self.keys[block - 1] if block else self.root

@@ -181,8 +181,12 @@ class TieredCache:
         with self._lock:
             if self._live.pop(sequence.sequence_id, None) is None:
                 return
+            own = sequence.own_units(self.layout.tokens_per_group)
             self.ledger.reached(sequence.table.units)
             self._growth.truncate(sequence, 0)
+            gone = self.ledger.dispose(own[self.ledger.disposable()[own]])  # nobody can find them any more
+        if len(gone):
+            self._mover.submit(lambda: self._traffic.forget(gone), WRITE_BACK)
 
     # One step
 

@@ -362,6 +362,10 @@ class Traffic:
         if self._tier is not None and len(keys):
             self._tier.drop(keys)
 
+    def forget(self, keys: KeyArray) -> None:
+        """Drop from the tier below what it holds for nobody."""
+        self._drop(keys)
+
     def hold(self, frames: Ids, step: int) -> None:
         """Pin frames once more, or, with `step` -1, once less. Callers hold the lock; any thread may."""
         self._pin(frames, step)

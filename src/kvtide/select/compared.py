@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtide.errors import ConfigError
+from kvtide.errors import ConfigError, UnsupportedError
 from kvtide.select.contract import Heads, Reach, Selector
 from kvtide.select.floors import Oracle
 from kvtide.select.names import METHODS, make_selector
@@ -26,7 +26,7 @@ def make_compared(name: str, heads: Heads, *, group_tokens: int) -> Selector:
 
 
 def default_methods() -> list[str]:
-    """Return all methods there are, `full` first, then floors and oracles. `pmr` needs a model trained for it."""
+    """Return all methods there are, `full` first, then floors and oracles. `pmr` gives the output of what it wraps."""
     return [*(name for name in METHODS if name != "pmr" and _is_known(name)), *FLOORS, *ORACLES]
 
 
@@ -61,6 +61,6 @@ def check_budgets(selectors: dict[str, Selector], budgets: list[int]) -> None:
 def _is_known(name: str) -> bool:
     try:
         make_compared(name, _ONE_HEAD, group_tokens=16)
-    except ConfigError:
+    except (ConfigError, UnsupportedError):
         return False
-    return True
+    return not name.startswith("pmr")

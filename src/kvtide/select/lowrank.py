@@ -50,7 +50,8 @@ class LowRank:
             root, inverse = _roots(asked[head])
             directions = basis(rows @ root, self._rank)
             short = rows @ root @ directions
-            step: Floats = np.abs(short).max(axis=0) * np.float32(RANGE / 127) + np.float32(1e-12)
+            least = np.abs(by_head[head]).max() * np.float32(1e-4)  # keys all alike, of a prompt of one token
+            step: Floats = np.maximum(np.abs(short).max(axis=0) * np.float32(RANGE / 127), least + np.float32(1e-12))
             self._of_keys[layer, head] = root @ directions / step
             self._of_queries[layer, head] = inverse @ directions * (step * self._heads.scaling)
         self._rows[layer] = self._empty()

@@ -19,7 +19,17 @@ from kvtide.units import printable
 
 DEFAULT = "lowrank"
 METHODS = ("full", "quest", "shadowkv", "infinigen", "retrieval", "kvswap", "lowrank", "clo", "pmr")
+UNDRAFTED = ("clo", "pmr", "shadowkv", "random")  # of one token otherwise than of several, or by what came before
 FLOORS = ("window", "random", "oracle")
+
+
+def why_not(name: str) -> str:
+    """Return why there is no selection called `name`; empty if there is."""
+    try:
+        make_selector(name, Heads(num_layers=1, num_q=1, num_kv=1, dim=2, scaling=1.0), group_tokens=16)
+    except ConfigError as refused:
+        return f"{refused}."
+    return ""
 
 
 def make_selector(name: str, heads: Heads, *, group_tokens: int) -> Selector:
@@ -31,6 +41,11 @@ def make_selector(name: str, heads: Heads, *, group_tokens: int) -> Selector:
     """
     first, plus, rest = name.partition("+")
     if first == "pmr":  # drafts, which the integration makes, around an ordinary selection
+        if rest.partition("+")[0] in UNDRAFTED:
+            raise ConfigError(
+                f"pmr+{printable(rest)[:40]}: what it selects depends on more than the query, so drafts would change "
+                f"the output; type pmr, or pmr with quest, infinigen, retrieval, kvswap or lowrank"
+            )
         return make_selector(rest or DEFAULT, heads, group_tokens=group_tokens)
     if first == "clo":
         return Clo(heads, make_selector(rest or DEFAULT, heads, group_tokens=group_tokens))

@@ -21,7 +21,7 @@ DRAFT_TOKENS = 8  # of a step: reads of so many tokens are in flight together
 DEPTH = 12  # tokens of the longest suffix that is matched
 MATCH_MIN = 2  # shorter matches predict little (SuffixDecoding begins at 1, with a draft as long as the match)
 TOKEN_SHARE_MIN = 0.1  # a draft ends where its probability by counts falls below (SuffixDecoding's min_token_prob)
-POSITIONS_MAX = 8192  # of which attended groups are remembered
+IDS_MAX = 4_000_000  # of attended groups that are remembered, in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class SuffixTrie:
     Nodes are numbers; node 0 is the empty string. Memory is bounded by `nodes_max`: a full trie learns no new strings.
     """
 
-    def __init__(self, *, depth: int = DEPTH, nodes_max: int = 2_000_000) -> None:
+    def __init__(self, *, depth: int = DEPTH, nodes_max: int = 500_000) -> None:
         self._depth, self._nodes_max = depth, nodes_max
         self._children: list[dict[int, int] | None] = [None]
         self._counts, self._last = [0], [-1]
@@ -119,18 +119,24 @@ class SuffixTrie:
 
 
 class AttendedGroups:
-    """Which groups each layer attended to at positions of the trie's texts; the latest `num_max` are remembered."""
+    """Which groups each layer attended to at positions of the trie's texts; the latest `ids_max` are remembered."""
 
-    def __init__(self, num_max: int = POSITIONS_MAX) -> None:
-        self._num_max = num_max
+    def __init__(self, ids_max: int = IDS_MAX) -> None:
+        self._ids_max, self._num_ids = ids_max, 0
         self._groups: dict[int, list[Ids]] = {}
 
     def note(self, position: int, layers: list[Ids]) -> None:
         """Remember what the token at `position` attended to, one array a layer."""
+        self._num_ids -= _num_ids(self._groups.pop(position, []))
         self._groups[position] = layers
-        while len(self._groups) > self._num_max:
-            del self._groups[next(iter(self._groups))]
+        self._num_ids += _num_ids(layers)
+        while self._num_ids > self._ids_max:
+            self._num_ids -= _num_ids(self._groups.pop(next(iter(self._groups))))
 
     def of(self, positions: list[int]) -> list[list[Ids]]:
         """Return what the tokens at `positions` attended to, for those that are remembered."""
         return [self._groups[position] for position in positions if position in self._groups]
+
+
+def _num_ids(layers: list[Ids]) -> int:
+    return sum(len(groups) for groups in layers)

@@ -16,6 +16,7 @@ saves the reading of values and the products with most keys.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,13 @@ class _Head:
     def keys(self) -> Floats:
         """All keys so far. Shapes: [T, D]."""
         return self._rows.rows
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Head:
+        """Return a copy that grows by itself; the library's index is copied its own way."""
+        twin = _Head(self._index.copy(), self._rows.rows.shape[1])
+        twin._rows.append(self._rows.rows)
+        twin._directions, twin._best = copy.deepcopy((self._directions, self._best), memo)
+        return twin
 
     @property
     def num_bytes(self) -> int:

@@ -26,6 +26,27 @@ NEAR_TIES = {
 }  # of logits; about 8 units of rounding at 16
 
 
+HANDLED = {"attention_mask", "do_sample", "num_beams", "num_return_sequences", "output_logits", "pad_token_id"}
+HANDLED |= {"return_dict_in_generate", "streamer"}
+# What a model's own generation config may have that changes the likeliest token, and what leaves it.
+PLAIN: dict[str, tuple[object, ...]] = {
+    "repetition_penalty": (None, 1.0),
+    "encoder_repetition_penalty": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "bad_words_ids": (None,),
+    "suppress_tokens": (None,),
+    "begin_suppress_tokens": (None,),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "sequence_bias": (None,),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "exponential_decay_length_penalty": (None,),
+    "guidance_scale": (None, 1.0),
+    "watermarking_config": (None,),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Drafted:
     """What was generated. Shapes: sequences [1, T] with the prompt; logits one [1, vocabulary] a new token."""
@@ -145,6 +166,19 @@ class Drafter:
             layers = [groups[index] for groups in kv.selecting.attended if index < len(groups)]
             if len(layers) == len(kv.selecting.attended):
                 self._attended.note(self._trie.position(first + index), layers)
+
+
+def is_plain_greedy(config: Any, options: dict[str, Any]) -> bool:
+    """Say whether `generate` with these options takes the likeliest token of one row each time, and nothing else.
+
+    Drafts know no other way; whoever asks for one gets `generate` itself.
+    """
+    if not set(options) <= HANDLED:
+        return False
+    if options.get("do_sample", config.do_sample) or options.get("num_beams", config.num_beams or 1) != 1:
+        return False
+    changed = any(getattr(config, name, None) not in plain for name, plain in PLAIN.items())
+    return options.get("num_return_sequences", 1) == 1 and not changed
 
 
 def _ends(model: Any) -> set[int]:

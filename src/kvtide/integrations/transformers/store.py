@@ -24,7 +24,7 @@ from kvtide.cache.options import check_dram
 from kvtide.cache.steps import next_prefill_end
 from kvtide.cache.windows import DeviceArena
 from kvtide.errors import ConfigError, UnsupportedError
-from kvtide.integrations.transformers.drafting import Drafted, Drafter
+from kvtide.integrations.transformers.drafting import Drafter, is_plain_greedy
 from kvtide.integrations.transformers.kvcache import TieredKv
 from kvtide.integrations.transformers.models import LoadedModel
 from kvtide.integrations.transformers.selecting import Selecting
@@ -265,11 +265,11 @@ class Session:
 
     def _drafts(self, options: dict[str, Any]) -> bool:
         """Say whether this is greedy decoding of one row, which drafts are for."""
-        is_greedy = not options.get("do_sample", self._store.loaded.model.generation_config.do_sample)
-        is_one = options.get("num_beams", 1) == options.get("num_return_sequences", 1) == 1
-        return self._store.drafter is not None and is_greedy and is_one and self.kv.selecting is not None
+        if self._store.drafter is None or self.kv.selecting is None:
+            return False
+        return is_plain_greedy(self._store.loaded.model.generation_config, options)
 
-    def _generate_drafted(self, max_new_tokens: int, options: dict[str, Any]) -> Drafted:
+    def _generate_drafted(self, max_new_tokens: int, options: dict[str, Any]) -> Any:
         assert self._store.drafter is not None, "asked for drafts without a drafter"
         streamer = options.get("streamer")
         if streamer is not None:
@@ -283,7 +283,7 @@ class Session:
         )
         if streamer is not None:
             streamer.end()
-        return found
+        return found if options.get("return_dict_in_generate") else found.sequences
 
     def _start_selecting(self) -> None:
         """Have the next step summarise, and those after it attend to a selection, if the store selects at all."""
