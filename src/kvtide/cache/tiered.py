@@ -30,6 +30,7 @@ from kvtide.cache.mover import DEMAND, WRITE_BACK, Mover
 from kvtide.cache.options import CacheOptions, check_dram
 from kvtide.cache.parts import Rows, put_rows
 from kvtide.cache.picking import Pick, Picker
+from kvtide.cache.preload import preload
 from kvtide.cache.sequence import Match, Sequence
 from kvtide.cache.traffic import FillCounts, Traffic
 from kvtide.cache.warm import warm_for
@@ -98,6 +99,10 @@ class TieredCache:
         ids = np.asarray(tokens, np.int64)
         with self._lock:
             return find_prefix(self.ledger, self.windows, ids, root=chain_root(self._digest, salt))
+
+    def preload(self, tokens: npt.ArrayLike, *, salt: str = "") -> int:
+        """Begin to bring what is kept of `tokens` to DRAM, for a request that waits; return the groups on their way."""
+        return preload(self.match(tokens, salt=salt).units, self.ledger, self._traffic, self._mover, self._lock)
 
     def open(self, tokens: npt.ArrayLike = (), *, salt: str = "") -> Sequence:
         """Start a sequence that begins with what is kept of `tokens`, all but the last of them at most.
