@@ -74,6 +74,34 @@ def test_layouts_have_stores_of_their_own_and_give_the_same_tokens(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("models")
+def test_a_selection_is_attended_to_and_told_of(tmp_path: Path) -> None:
+    common = ["run", "--json", "--document", document(tmp_path, 240), "--dir", str(tmp_path / "store")]
+    common += ["--dtype", "fp32", "--max-new-tokens", "6", "--ask", "What follows fact 3?", "--budget", "96"]
+    for method in ("auto", "pmr"):
+        done = kvtide(*common, "--select", method)
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        counts = report["select"]["counts"]
+        assert report["select"]["method"] == ("lowrank" if method == "auto" else method)
+        assert report["group_blocks"] == 1
+        assert counts["num_failed"] == 0
+        assert 0 < counts["num_attended"] <= 96 * counts["num_queries"]
+        assert counts["num_wanted"] > 0
+        assert report["turns"][0]["prompt_tokens"] > 200
+    said = kvtide(*(word for word in common if word != "--json"), "--select", "quest")
+    assert "quest attended to" in said.stdout
+
+
+@pytest.mark.usefixtures("models")
+def test_a_budget_too_small_for_the_method_is_refused_with_the_least_there_is(tmp_path: Path) -> None:
+    done = kvtide("run", "--document", document(tmp_path, 60), "--dir", str(tmp_path / "store"), "--dtype", "fp32",
+                  "--ask", "What?", "--select", "quest", "--budget", "32")  # fmt: skip
+    assert done.returncode == 2
+    assert "a budget of 32 tokens is too small" in done.stderr
+    assert "type --budget" in done.stderr
+
+
+@pytest.mark.usefixtures("models")
 def test_chat_reads_questions_from_standard_input_without_a_disk(tmp_path: Path) -> None:
     done = kvtide(
         *["run", "--chat", "--disk", "0", "--document", document(tmp_path, 60), "--max-new-tokens", "3"],
