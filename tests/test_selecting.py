@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -13,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from kvtide.errors import ConfigError, UnsupportedError  # noqa: E402
+from kvtide.errors import ConfigError, IoError, UnsupportedError  # noqa: E402
 from kvtide.integrations.transformers import KvStore, LoadedModel  # noqa: E402
 from kvtide.integrations.transformers.sparse import attend, merge  # noqa: E402
 from kvtide.integrations.transformers.store import SelectOptions, Session  # noqa: E402
@@ -325,6 +326,29 @@ def test_a_selector_that_fails_is_counted_and_everything_is_attended(
             assert store.selecting.counts.num_failed == 2 * 4
             session.release()
             check_nothing_is_held(store)
+
+
+def test_a_selection_that_finds_no_room_is_attended_in_halves(loaded: LoadedModel, kept: dict[Split, Path]) -> None:
+    tokens, parts = [], []
+    for most in (1000, 3):
+        with opened(loaded, kept["none"], "quest", SMALL) as store:
+            picker = store.cache.picker
+            finish = picker.finish
+
+            def refuse(pick: object, finish: object = finish, most: int = most) -> object:
+                parts.append(len(pick.fragments))
+                if len(pick.fragments) > most:
+                    raise IoError(errno.ENOSPC, "no room")
+                return finish(pick)
+
+            picker.finish = refuse
+            session = store.session(prompt(NUM_PROMPT))
+            found = session.generate(**GREEDY)
+            tokens.append(found)
+            session.release()
+            check_nothing_is_held(store)
+    check_same(tokens[1], tokens[0])
+    assert max(parts) > 3, "nothing had to be halved"
 
 
 @pytest.mark.parametrize("method", ["on_prefill", "on_append"])

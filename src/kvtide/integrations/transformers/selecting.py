@@ -7,6 +7,7 @@ attended exactly. The step before the first of these is an ordinary one: it has 
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from threadpoolctl import ThreadpoolController
 from kvtide.cache.picking import Pick
 from kvtide.cache.sequence import Sequence
 from kvtide.cache.tiered import TieredCache
+from kvtide.errors import IoError
 from kvtide.integrations.transformers.gather import FrameView
 from kvtide.integrations.transformers.sparse import Part, attend, merge
 from kvtide.integrations.transformers.wiring import Wiring, as_floats
@@ -208,15 +210,28 @@ class Selecting:
         selections = self._chosen.pop(layer, None) or self._choose(layer, as_floats(query[0].transpose(0, 1)))
         heads, num = self._heads, query.shape[2]
         by_kv = query.reshape(heads.num_kv, heads.group, num, heads.dim)
-        parts = []
-        for picked in self._picked(layer, selections):
-            try:
-                parts.append(self._attend(layer, by_kv, selections, picked))
-            finally:
-                self._picker.release(picked.pick)
+        rounds = self._picked(layer, selections)
+        parts = [part for picked in rounds for part in self._attend_round(layer, by_kv, selections, picked)]
         if layer == len(self._layers) - 1:
             self.end()
         return merge(parts).permute(2, 0, 1, 3).reshape(1, num, heads.num_q, -1)
+
+    def _attend_round(
+        self, layer: int, query: torch.Tensor, selections: list[Selection], picked: _Picked
+    ) -> list[Part]:
+        """Attend to what was picked; in two halves, one after the other, where DRAM has no room for all of it."""
+        try:
+            return [self._attend(layer, query, selections, picked)]
+        except IoError as error:
+            if error.errno != errno.ENOSPC or len(picked.groups) == 1:
+                raise
+        finally:
+            self._picker.release(picked.pick)
+        parts = []
+        for half in np.array_split(picked.groups, 2):
+            again = self._pick(layer, selections, half, "decode-read")
+            parts += self._attend_round(layer, query, selections, again)
+        return parts
 
     def _attend(self, layer: int, query: torch.Tensor, selections: list[Selection], picked: _Picked) -> Part:
         found = self._picker.finish(picked.pick)

@@ -54,16 +54,20 @@ class Wiring:
         self._max_positions = loaded.max_positions
         self._attention = config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
         self._hooks: list[Any] = []
+        self._rope: Rope | None = None
 
     def rope(self) -> Rope | None:
         """Return the model's RoPE tables; None for a model without, or with layers without."""
+        if self._rope is not None:
+            return self._rope
         if self._rotary is None or not all(getattr(module, "use_rope", True) for module in self.modules):
             return None
         positions = torch.arange(self._max_positions)[None]
         device = next(self._model.parameters()).device
         with torch.inference_mode():
             cos, sin = self._rotary(torch.zeros(1, 1, device=device, dtype=torch.float32), positions.to(device))
-        return Rope(cos[0].cpu().float().numpy().copy(), sin[0].cpu().float().numpy().copy())
+        self._rope = Rope(cos[0].cpu().float().numpy().copy(), sin[0].cpu().float().numpy().copy())
+        return self._rope
 
     def attach(self, before: Callable[[Any, dict[str, Any]], None]) -> None:
         """Route attention through modules' `kvtide_step`, which `before` sets, from each one's keyword arguments."""
