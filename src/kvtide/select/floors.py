@@ -11,22 +11,11 @@ import numpy as np
 
 from kvtide.select.choose import Rows, best, softmax
 from kvtide.select.contract import Floats, Heads, Keys, Reach, Selection
+from kvtide.select.full import KeepsNothing
 
 
-class WindowOnly:
+class WindowOnly(KeepsNothing):
     """Sinks and as many recent tokens as the budget holds."""
-
-    unit = 1
-    is_ahead = False
-
-    def __init__(self, heads: Heads) -> None:
-        del heads
-
-    def on_prefill(self, layer: int, keys: Keys, queries: Floats) -> None:
-        pass
-
-    def on_append(self, layer: int, keys: Keys) -> None:
-        pass
 
     def select(self, layer: int, query: Floats, reach: Reach) -> Selection:
         del layer, query
@@ -35,32 +24,18 @@ class WindowOnly:
         last = max(reach.sinks, reach.num_tokens - (reach.budget - reach.sinks))
         return Selection(1, np.zeros((1, 0), np.int64), reach.sinks, last, reach.num_tokens)
 
-    def fast_bytes(self) -> int:
-        return 0
 
-
-class RandomUnits:
+class RandomUnits(KeepsNothing):
     """Units drawn at random, anew for every query."""
 
-    is_ahead = False
-
     def __init__(self, heads: Heads, *, unit: int = 1, seed: int = 0) -> None:
-        del heads
+        super().__init__(heads)
         self.unit, self._rng = unit, np.random.default_rng(seed)
-
-    def on_prefill(self, layer: int, keys: Keys, queries: Floats) -> None:
-        pass
-
-    def on_append(self, layer: int, keys: Keys) -> None:
-        pass
 
     def select(self, layer: int, query: Floats, reach: Reach) -> Selection:
         del layer, query
         scores = self._rng.random((1, reach.num_tokens // self.unit), np.float32)
         return best(scores, reach, self.unit)
-
-    def fast_bytes(self) -> int:
-        return 0
 
 
 class Oracle:
