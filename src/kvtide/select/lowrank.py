@@ -9,8 +9,7 @@ tokens' shares: the attention mass it is expected to hold. One list of groups fo
 with the query that the layer before predicts, so that the read overlaps compute.
 
 Tried and dropped: 1 of 8 directions in the metric of the prompt's queries alone. It foretells the mass of prose as
-well, but a question's queries differ from those of the prose before it, and what it asks for was missed:
-docs/selection.md has the figures.
+well, but a question's queries differ from those of the prose before it, and what it asks for was missed.
 
 Source: the pieces are KVSwap's (one list of groups, a layer ahead) and ShadowKV's (softmax before reduction).
 """
