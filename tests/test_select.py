@@ -13,19 +13,20 @@ from hypothesis.extra import numpy as hnp
 from kvtide.errors import ConfigError, UnsupportedError
 from kvtide.select.choose import softmax, top
 from kvtide.select.clo import Clo
+from kvtide.select.compared import FLOORS
 from kvtide.select.contract import Budget, Floats, Heads, Keys, Reach, RebuildsKeys, Selection, Selector
 from kvtide.select.floors import Oracle, RandomUnits, WindowOnly
 from kvtide.select.infinigen import InfiniGen
 from kvtide.select.kvswap import KvSwap
 from kvtide.select.lowrank import LowRank
-from kvtide.select.names import FLOORS, METHODS, make_selector
+from kvtide.select.names import METHODS, make_selector
 from kvtide.select.quest import PageBounds, Quest
 from kvtide.select.retrieval import Retrieval
 from kvtide.select.shadowkv import ShadowKv
 from selectkv import DIM, heads, lifelike, planted, random_rows, rope
 
 METHOD_NAMES = tuple(name for name in METHODS if name != "pmr")
-NAMES = (*METHOD_NAMES, *FLOORS, "clo+quest", "clo+infinigen")
+NAMES = (*METHOD_NAMES, *FLOORS, "oracle", "clo+quest", "clo+infinigen")
 SCORING = tuple(name for name in NAMES if name not in {"full", "window", "random"})
 GROUP = 8  # tokens
 LAYER = 2  # quest leaves those before it in full

@@ -171,6 +171,5 @@ class Growth:
     @staticmethod
     def _parent(sequence: Sequence, first_block: int) -> npt.NDArray[np.void]:
         """Return the key of the block before `first_block`."""
-        key = sequence.keys[first_block - 1] if first_block else sequence.root
-        parent: npt.NDArray[np.void] = np.frombuffer(key, KEY)[0]
+        parent: npt.NDArray[np.void] = np.frombuffer(sequence.key_before(first_block), KEY)[0]
         return parent

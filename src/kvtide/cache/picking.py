@@ -27,7 +27,7 @@ from kvtide.tiers.contract import Cause
 class Pick:
     """Fragments of one layer that are being brought, or are there.
 
-    Shapes: units, fragments, frames [n]: fragment numbers of the layout, and the frame that holds each once `job` is
+    Shapes: fragments, frames [n]: fragment numbers of the layout, and the frame that holds each once `job` is
     done; `read` the places of those that were not in DRAM.
     """
 
@@ -70,7 +70,7 @@ class Picker:
             frames = self._ledger.frames[units, fragments]
             pick = Pick(sequence, layer, fragments, frames, units[:0])
             if (frames >= 0).all():
-                self._traffic.hold(frames, 1)
+                self._traffic.pin(frames, 1)
                 return pick
             uids = self._ledger.uid[units]
         priority = PREFETCH if cause == "prefetch" else DEMAND
@@ -104,7 +104,7 @@ class Picker:
             with contextlib.suppress(IoError):
                 frames, read = self._wait(job)
                 was_read[read] = True
-                self._let_go(frames)
+                self._traffic.let_go(frames)
         self.release(pick)
         return was_read
 
@@ -116,7 +116,7 @@ class Picker:
         if pick.job is not None:  # nobody waits for it any more; what it brings is let go of when it ends
             pick.job.add_done_callback(self._forget)
         else:
-            self._let_go(pick.frames)
+            self._traffic.let_go(pick.frames)
 
     def _wait(self, job: Future[object]) -> tuple[Ids, Ids]:
         try:
@@ -127,12 +127,7 @@ class Picker:
 
     def _forget(self, job: Future[object]) -> None:
         if not job.cancelled() and job.exception() is None:
-            self._let_go(_brought(job)[0])
-
-    def _let_go(self, frames: Ids) -> None:
-        with self._lock:
-            self._traffic.hold(frames, -1)
-            self._ledger.frame_evictor.touch(frames)
+            self._traffic.let_go(_brought(job)[0])
 
 
 def _brought(job: Future[object]) -> tuple[Ids, Ids]:

@@ -36,9 +36,7 @@ def preload(units: Ids, ledger: Ledger, traffic: Traffic, mover: Mover, lock: th
         each = np.repeat(some, num_fragments), np.repeat(their_uids, num_fragments), np.tile(fragments, len(some))
         with contextlib.suppress(IoError):  # whoever wants it will demand it, and be told
             frames, _ = traffic.bring(*each, cause="prefetch")
-            with lock:
-                traffic.hold(frames, -1)
-                ledger.frame_evictor.touch(frames)
+            traffic.let_go(frames)
 
     for start in range(0, len(absent), GROUPS_A_JOB):
         part = slice(start, start + GROUPS_A_JOB)

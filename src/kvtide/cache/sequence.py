@@ -61,9 +61,13 @@ class Sequence:
             return self.units[:0]
         return self.units[-(-self.num_exact // tokens_per_group) :]
 
+    def key_before(self, block: int) -> bytes:
+        """Return the key of the block before `block`; that of the root before the first."""
+        return self.keys[block - 1] if block else self.root
+
     def parent_key(self, block: int, block_tokens: int) -> bytes:
         """Return the key that the key of `block` is computed from."""
-        key = self.keys[block - 1] if block else self.root
+        key = self.key_before(block)
         if self.num_exact is None or block < self.num_exact // block_tokens:
             return key
         return hashlib.sha256(b"kvtide own\0" + self.secret + key).digest()

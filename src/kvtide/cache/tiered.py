@@ -191,7 +191,7 @@ class TieredCache:
             self._growth.truncate(sequence, 0)
             gone = self.ledger.dispose(own[self.ledger.disposable()[own]])  # nobody can find them any more
         if len(gone):
-            self._mover.submit(lambda: self._traffic.forget(gone), WRITE_BACK)
+            self._mover.submit(lambda: self._traffic.drop(gone), WRITE_BACK)
 
     # One step
 
@@ -263,7 +263,7 @@ class TieredCache:
         self.wait_ns += pick.wait_ns
         if self._recorder is None:
             return
-        padded = np.array(self.layout.fragment_padded_bytes, np.int64)[pick.fragments]
+        padded = self._traffic.padded_bytes[pick.fragments]
         read_bytes = int(padded[pick.read].sum())
         counts = FillCounts(int(padded.sum()) - read_bytes, read_bytes)
         token_bytes, step = self.layout.shape.layers[pick.layer].token_bytes, self._num_steps - 1

@@ -58,7 +58,7 @@ class Traffic:
         self._pace, self._now_ns = pace, now_ns
         self._ledger, self._windows, self._tier, self._lock = ledger, windows, tier, lock
         self._layout = ledger.layout
-        self._padded = np.array(ledger.layout.fragment_padded_bytes, np.int64)
+        self.padded_bytes = np.array(ledger.layout.fragment_padded_bytes, np.int64)
         self._rows = ledger.frame_pool.rows
         staged = min(STAGING_BYTES_MAX // ledger.frame_pool.frame_bytes, len(self._rows) // 2)
         self._staging = max(1, staged // self._layout.parts_per_layer)  # units read in one go
@@ -119,14 +119,14 @@ class Traffic:
         with self._lock:
             frames = self._ledger.frames[units, parts.start : parts.stop].reshape(-1)  # one row a unit, laid end to end
             absent = np.flatnonzero(frames < 0)
-            self._pin(frames[frames >= 0], 1)
+            self.pin(frames[frames >= 0], 1)
         taken = self._room(len(absent))
         if len(taken) < len(absent):
             keep = int(absent[len(taken)]) // num_parts  # units of which every part has a frame
             absent = absent[absent < keep * num_parts]
             with self._lock:
                 rest = frames[keep * num_parts :]
-                self._pin(rest[rest >= 0], -1)
+                self.pin(rest[rest >= 0], -1)
                 self._ledger.frame_pool.give(taken[len(absent) :])
             if not keep and len(units) > 1:  # what is read later may be in the way
                 return self._fill_run(window, layer, row, first, units[:1], num_tokens, counts, cause)
@@ -143,13 +143,13 @@ class Traffic:
         finally:
             with self._lock:
                 frames[absent] = -1
-                self._pin(frames[frames >= 0], -1)
+                self.pin(frames[frames >= 0], -1)
                 self._ledger.frame_evictor.touch(frames[frames >= 0])
                 lost, keys = self._settle(wanted, fragments, taken, statuses)
         if len(lost):
-            self._drop(keys)
+            self.drop(keys)
             raise LostKv(lost)
-        num_read = int(self._padded[fragments].sum())
+        num_read = int(self.padded_bytes[fragments].sum())
         counts.file_bytes += num_read
         counts.dram_bytes += len(units) * layout.layer_padded_bytes(layer) - num_read
         return len(units)
@@ -167,7 +167,7 @@ class Traffic:
                 raise LostKv(units[:0])
             frames = self._ledger.frames[units, fragments]
             absent = np.flatnonzero(frames < 0)
-            self._pin(frames[frames >= 0], 1)
+            self.pin(frames[frames >= 0], 1)
         taken = self._room(len(absent))
         statuses = np.full(len(absent), FAILED, np.uint8)
         has_room = len(taken) == len(absent)
@@ -180,17 +180,17 @@ class Traffic:
                 if has_room:
                     lost, keys = self._settle(units[absent], fragments[absent], taken, statuses)
                     frames[absent] = np.where(statuses == OK, taken, -1)
-                    self._pin(frames[absent][statuses == OK], 1)
+                    self.pin(frames[absent][statuses == OK], 1)
                 else:
                     self._ledger.frame_pool.give(taken)
                 if len(lost) or not (statuses == OK).all():
-                    self._pin(frames[frames >= 0], -1)
+                    self.pin(frames[frames >= 0], -1)
         if not has_room:
             raise IoError(errno.ENOSPC, f"DRAM has no room for {len(absent)} more fragments; type a larger --dram")
         if len(lost):
-            self._drop(keys)
+            self.drop(keys)
             raise LostKv(lost)
-        self._pace.note_load(int(self._padded[fragments[absent]].sum()), self._now_ns() - started)
+        self._pace.note_load(int(self.padded_bytes[fragments[absent]].sum()), self._now_ns() - started)
         return frames, absent
 
     def _settle(self, units: Ids, fragments: Ids, taken: Ids, statuses: Statuses) -> tuple[Ids, KeyArray]:
@@ -237,8 +237,8 @@ class Traffic:
             gone, units = ledger.note_stored(units[known]), units[~known]
             frames, records = ledger.frames[units], ledger.records(units)
             ledger.is_busy[units] = True
-            self._pin(frames.ravel(), 1)
-        self._drop(gone)
+            self.pin(frames.ravel(), 1)
+        self.drop(gone)
         statuses = np.full(len(units), FAILED, np.uint8)
         try:
             addresses = ledger.frame_pool.addresses(frames)
@@ -251,10 +251,10 @@ class Traffic:
                 gone = ledger.note_stored(units[statuses == OK])
                 ledger.was_refused[units[statuses != OK]] = True
                 self.num_refused += int((statuses != OK).sum())
-                self._pin(frames.ravel(), -1)
+                self.pin(frames.ravel(), -1)
                 ledger.is_busy[units] = False
                 self._lock.notify_all()
-        self._drop(gone)
+        self.drop(gone)
         return num
 
     def _evict_stored(self, num: int) -> bool:
@@ -269,7 +269,7 @@ class Traffic:
                     break
                 gone.append(ledger.dispose(units))
         for keys in gone:
-            self._drop(keys)
+            self.drop(keys)
         return bool(gone)
 
     # Room
@@ -291,13 +291,13 @@ class Traffic:
                 fits = has_units and ledger.fits(num_frames, tail, reserve=self.reserve)
                 frames = ledger.take_frames(num_frames, keep_unit=tail) if fits else np.zeros(0, np.int64)
             if keys is not None:
-                self._drop(keys)
+                self.drop(keys)
             if fits:
                 assert len(frames) == num_frames, "frames that can go did not"
                 return frames
             if not self._relieve():
                 with self._lock:
-                    self._pin(ledger.frames[tail] if tail >= 0 else frames, -1)
+                    self.pin(ledger.frames[tail] if tail >= 0 else frames, -1)
                 return None
 
     def _load(self, unit: int) -> None:
@@ -306,7 +306,7 @@ class Traffic:
         with self._lock:
             absent = np.flatnonzero(ledger.frames[unit] < 0)
             present = ledger.frames[unit][ledger.frames[unit] >= 0]
-            self._pin(present, 1)
+            self.pin(present, 1)
         taken = self._room(len(absent))
         is_enough = len(taken) == len(absent)
         statuses = np.full(len(absent), FAILED, np.uint8)
@@ -318,12 +318,12 @@ class Traffic:
             with self._lock:
                 if good:
                     ledger.bind(taken, np.full(len(taken), unit), absent)
-                    self._pin(taken, 1)
+                    self.pin(taken, 1)
                 else:
                     ledger.frame_pool.give(taken)
-                    self._pin(present, -1)
+                    self.pin(present, -1)
                     keys = ledger.lose(np.array([unit])) if is_enough else keys
-        self._drop(keys)
+        self.drop(keys)
         if not is_enough:
             raise IoError(errno.ENOSPC, "DRAM has no room to bring a group back; type a larger --dram")
         if not good:
@@ -347,7 +347,7 @@ class Traffic:
             num_free = ledger.pool.num_free
             keys = self._drop_idle(STORE_UNITS_MAX, self._disposable() & ~ledger.is_clean())
             was_useful = ledger.pool.num_free > num_free
-        self._drop(keys)
+        self.drop(keys)
         return was_useful
 
     def _disposable(self) -> npt.NDArray[np.bool_]:
@@ -358,18 +358,18 @@ class Traffic:
     def _drop_idle(self, num: int, candidates: npt.NDArray[np.bool_]) -> KeyArray:
         return self._ledger.dispose(self._ledger.recency.victims(num, candidates))
 
-    def _drop(self, keys: KeyArray) -> None:
+    def drop(self, keys: KeyArray) -> None:
+        """Drop from the tier below what it holds for nobody."""
         if self._tier is not None and len(keys):
             self._tier.drop(keys)
 
-    def forget(self, keys: KeyArray) -> None:
-        """Drop from the tier below what it holds for nobody."""
-        self._drop(keys)
+    def let_go(self, frames: Ids) -> None:
+        """Unpin frames once, and count that as a use of them. Any thread may."""
+        with self._lock:
+            self.pin(frames, -1)
+            self._ledger.frame_evictor.touch(frames)
 
-    def hold(self, frames: Ids, step: int) -> None:
+    def pin(self, frames: Ids, step: int) -> None:
         """Pin frames once more, or, with `step` -1, once less. Callers hold the lock; any thread may."""
-        self._pin(frames, step)
-
-    def _pin(self, frames: Ids, step: int) -> None:
         np.add.at(self._ledger.pins, frames, step)
         assert (self._ledger.pins[frames] >= 0).all(), "a frame was unpinned more often than pinned"

@@ -5,12 +5,11 @@ from __future__ import annotations
 from kvtide.errors import ConfigError, UnsupportedError
 from kvtide.select.contract import Heads, Reach, Selector
 from kvtide.select.floors import Oracle
-from kvtide.select.names import METHODS, make_selector
+from kvtide.select.names import METHODS, ONE_HEAD, make_selector
 from kvtide.units import printable
 
 FLOORS = ("window", "random")
 ORACLES = ("oracle", "oracle-head", "oracle-token")  # groups for all heads; groups a head; tokens a head
-_ONE_HEAD = Heads(num_layers=1, num_q=1, num_kv=1, dim=2, scaling=1.0)
 
 
 def make_compared(name: str, heads: Heads, *, group_tokens: int) -> Selector:
@@ -60,7 +59,7 @@ def check_budgets(selectors: dict[str, Selector], budgets: list[int]) -> None:
 
 def _is_known(name: str) -> bool:
     try:
-        make_compared(name, _ONE_HEAD, group_tokens=16)
+        make_compared(name, ONE_HEAD, group_tokens=16)
     except (ConfigError, UnsupportedError):
         return False
     return not name.startswith("pmr")

@@ -56,6 +56,10 @@ class Heads:
         """Return `query` [Hq, D] as [Hkv, G, D]."""
         return query.reshape(self.num_kv, self.group, self.dim)
 
+    def flat(self, keys: Floats) -> Floats:
+        """Return the keys of all heads of a token side by side. Shapes: [T, Hkv, D] to [T, Hkv * D]."""
+        return keys.reshape(-1, self.num_kv * self.dim)
+
     def all_by_kv(self, queries: Floats) -> Floats:
         """Return every query that a KV head meets. Shapes: queries [n, Hq, D]; returns [Hkv, n * G, D]."""
         by_kv = queries.reshape(-1, self.num_kv, self.group, self.dim).transpose(1, 0, 2, 3)

@@ -43,13 +43,8 @@ class InfiniGen:
         self._rows = [self._empty() for _ in range(heads.num_layers)]
 
     def on_prefill(self, layer: int, keys: Keys, queries: Floats) -> None:
-        by_kv = queries.reshape(len(queries), self._heads.num_kv, self._heads.group, self._heads.dim)
-        self._skew[layer] = np.stack(
-            [
-                self._columns(by_kv[:, head].reshape(-1, self._heads.dim), keys.post[:, head])
-                for head in range(self._heads.num_kv)
-            ]
-        )
+        asked = self._heads.all_by_kv(queries)
+        self._skew[layer] = np.stack([self._columns(asked[at], keys.post[:, at]) for at in range(self._heads.num_kv)])
         self._rows[layer] = self._empty()
         self.on_append(layer, keys)
 

@@ -31,14 +31,13 @@ class KvSwap:
 
     def on_prefill(self, layer: int, keys: Keys, queries: Floats) -> None:
         del queries
-        flat = keys.post.reshape(-1, self._heads.num_kv * self._heads.dim)
         if layer not in self._adapters:
-            self._adapters[layer] = basis(flat, self._rank)
+            self._adapters[layer] = basis(self._heads.flat(keys.post), self._rank)
         self._rows[layer] = Rows((self._rank,))
         self.on_append(layer, keys)
 
     def on_append(self, layer: int, keys: Keys) -> None:
-        self._rows[layer].append(keys.post.reshape(-1, self._heads.num_kv * self._heads.dim) @ self._adapters[layer])
+        self._rows[layer].append(self._heads.flat(keys.post) @ self._adapters[layer])
 
     def select(self, layer: int, query: Floats, reach: Reach) -> Selection:
         mean = self._heads.by_kv(query).mean(axis=1).reshape(-1)  # [Hkv * D]

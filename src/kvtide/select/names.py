@@ -20,13 +20,13 @@ from kvtide.units import printable
 DEFAULT = "lowrank"
 METHODS = ("full", "quest", "shadowkv", "infinigen", "retrieval", "kvswap", "lowrank", "clo", "pmr")
 UNDRAFTED = ("clo", "pmr", "shadowkv", "random")  # of one token otherwise than of several, or by what came before
-FLOORS = ("window", "random", "oracle")
+ONE_HEAD = Heads(num_layers=1, num_q=1, num_kv=1, dim=2, scaling=1.0)  # to ask for a name without a model
 
 
 def why_not(name: str) -> str:
     """Return why there is no selection called `name`; empty if there is."""
     try:
-        make_selector(name, Heads(num_layers=1, num_q=1, num_kv=1, dim=2, scaling=1.0), group_tokens=16)
+        make_selector(name, ONE_HEAD, group_tokens=16)
     except ConfigError as refused:
         return f"{refused}."
     return ""

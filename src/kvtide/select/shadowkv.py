@@ -55,17 +55,20 @@ class ShadowKv:
         self._landmarks[layer], self._misfit[layer] = Rows((heads.num_kv, heads.dim)), Rows((heads.num_kv,))
         self._open[layer] = self._open[layer][:0]
         if not self._is_exact_keys:
-            flat = keys.before_rope().reshape(-1, self._heads.num_kv * self._heads.dim)
+            flat = heads.flat(keys.before_rope())
             self._rope = keys.rope
             self._bases[layer] = basis(flat, self._rank)
             self._factors[layer] = Rows((self._rank,))
-        self.on_append(layer, keys)
+            self._factors[layer].append(flat @ self._bases[layer])
+        self._take_in_chunks(layer, keys)
 
     def on_append(self, layer: int, keys: Keys) -> None:
         if not self._is_exact_keys:
-            self._factors[layer].append(
-                keys.before_rope().reshape(-1, self._heads.num_kv * self._heads.dim) @ self._bases[layer]
-            )
+            self._factors[layer].append(self._heads.flat(keys.before_rope()) @ self._bases[layer])
+        self._take_in_chunks(layer, keys)
+
+    def _take_in_chunks(self, layer: int, keys: Keys) -> None:
+        """Keep the landmarks of chunks that became whole, and how well they are described."""
         tokens = np.concatenate([self._open[layer], keys.post])
         num = len(tokens) // self.unit
         chunks = tokens[: num * self.unit].reshape(num, self.unit, self._heads.num_kv, self._heads.dim)

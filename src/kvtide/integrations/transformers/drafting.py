@@ -113,7 +113,7 @@ class Drafter:
 
     def _step(self, kv: TieredKv, new: list[int], draft: Draft) -> list[torch.Tensor]:
         """Run on `new` and the draft; return the logits of each token that is decided, one at least."""
-        if draft.tokens and kv.selecting is not None:
+        if draft.tokens:
             self._hint(kv, draft)
         first = kv.num_tokens + len(new) - 1  # position of the last token before the draft
         rows = self._run(kv, [*new, *draft.tokens], len(draft.tokens) + 1)
