@@ -157,7 +157,7 @@ def test_one_matched_byte_is_counted_once_wherever_its_parts_lie(split: Split) -
     cache = small_cache(layout, sim_tier(SimDrive(MODEL), layout, 8))
     walked(cache, list(range(24)), step=8)
     cache.flush()
-    cache.windows.resize(64, 2)  # nothing is on the device any more
+    cache.resize(64, 64, 2)  # nothing is on the device any more
     unit = int(cache.match(list(range(24))).units[1])
     dropped = layout.layer_fragments(1)[-1]  # the last part of a layer, of the second group
     cache.ledger.free_frames(cache.ledger.frames[unit, [dropped]])
@@ -272,7 +272,7 @@ def test_frames_for_some_parts_of_a_group_go_back_where_the_others_have_none() -
     walker, tokens = Walker(cache), list(range(60))
     for start in range(0, 60, 4):
         walker.step(live, [tokens[start : start + 4], [900 + token for token in tokens[start : start + 4]]])
-    cache.windows.resize(128, 2)  # the windows are empty, so that all of both rows is read again
+    cache.resize(128, 128, 2)  # the windows are empty, so that all of both rows is read again
     walker.step(live, [[70], [71]])
     check_cache(cache, live)
     cache.close()
