@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from _bench import environment, parser, summary
+from _bench import environment, parser, summary, write_result
 from _model import add_dtype, run_on_model, versions
 from kvtide.integrations.transformers import LoadedModel
 from kvtide.integrations.transformers.comparing import CompareOptions, Comparison
@@ -28,8 +28,8 @@ ASKED = [name for name in default_methods() if name not in {"random", "oracle-he
 PARTS = (
     CompareOptions(ASKED, [K], [64, 256], ["needles"], num_seeds=30),
     CompareOptions([], [K, 2 * K], BUDGETS, ["mass"], num_seeds=1),
-    CompareOptions([], [4 * K, 8 * K], BUDGETS, ["mass"], num_seeds=1),
     CompareOptions(ASKED, [2 * K], [64, 256], ["needles", "passkey", "variables", "perplexity"], num_seeds=5),
+    CompareOptions([], [4 * K, 8 * K], BUDGETS, ["mass"], num_seeds=1),
 )
 SMOKE = (CompareOptions(["full", "lowrank"], [256], [64], ["passkey", "mass"], num_seeds=1),)
 
@@ -46,7 +46,7 @@ def main() -> int:
 def measure(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
     """Run all parts; one that is interrupted ends the run, and what there is is kept and labelled."""
     report = SelectReport(loaded.name, loaded.dtype.value)
-    parts = []
+    parts: list[dict[str, Any]] = []
     for part in SMOKE if args.smoke else PARTS:
         methods = part.methods or default_methods()
         seeds = min(part.num_seeds, args.seeds_max)
@@ -54,17 +54,19 @@ def measure(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
         started = time.perf_counter()
         report.is_partial = _run(loaded, options, report)
         parts.append(asdict(options) | {"seconds": summary([time.perf_counter() - started])})
+        report.about = {
+            "question": "what does selected attention lose against all of it, and what does it read?",
+            "environment": environment(args.dir),
+            **versions(),
+            "seed": args.seed,
+            "repeats": args.repeats,
+            "smoke": args.smoke,
+            "parts": parts,
+        }
         if report.is_partial:
             break
-    report.about = {
-        "question": "what does selected attention lose against all of it, and what does it read?",
-        "environment": environment(args.dir),
-        **versions(),
-        "seed": args.seed,
-        "repeats": args.repeats,
-        "smoke": args.smoke,
-        "parts": parts,
-    }
+        if args.out:  # what is done is kept, whatever becomes of the next part
+            write_result("selection", {"benchmark": "selection", **select_json(report)}, args.out)
     if not args.json:
         print_select(report, Console(highlight=False, width=190))
     return {"benchmark": "selection", **select_json(report)}
@@ -81,11 +83,19 @@ def _run(loaded: LoadedModel, options: CompareOptions, report: SelectReport) -> 
     console = Console(stderr=True)
     columns = (BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
+        task, last = bar.add_task("", total=None), ""
+
+        def told(done: int, total: int, what: str) -> None:
+            nonlocal last
+            bar.update(task, completed=done, total=total, description=what)
+            if not console.is_terminal and what != last:
+                console.print(f"{done} of {total}: {what}")
+            last = what
+
         comparison = Comparison(
             loaded,
             options,
-            on_progress=lambda done, total, what: bar.update(task, completed=done, total=total, description=what),
+            on_progress=told,
         )
         try:
             comparison.run()
