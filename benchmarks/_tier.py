@@ -24,9 +24,9 @@ from kvtide.io.schedule import Merged, merge
 from kvtide.spec import Identity, KVShape, SlotLayout
 from kvtide.spec.presets import preset
 from kvtide.tiers.contract import OK, READ_REQUEST, GroupRecords
-from kvtide.tiers.file import OP_BYTES_MAX
 from kvtide.tiers.memory import FramePool
 from kvtide.tiers.namespace import OpenNamespace, open_namespace
+from kvtide.tiers.slotio import OP_BYTES_MAX
 
 MIB, GIB = 1 << 20, 1 << 30
 COLD, UNKNOWN_ACCESS = "cold: O_DIRECT", "NO O_DIRECT on this file system: the page cache takes part"

@@ -26,8 +26,8 @@ from kvtide.io.ops import OP, READ, WRITE, Engine, address_of, aligned_buffer
 from kvtide.io.schedule import Merged, merge
 from kvtide.probe.file import DEPTH, Probe, gap_bytes_max
 from kvtide.probe.survey import ProbeOptions, probe_path
-from kvtide.tiers.file import OP_BYTES_MAX
 from kvtide.tiers.namespace import open_data
+from kvtide.tiers.slotio import OP_BYTES_MAX
 
 FRAGMENT_BYTES = 24 << 10
 DENSITIES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)

@@ -229,7 +229,7 @@ def test_too_little_dram_is_refused() -> None:
 
 def spoil(tier: FileTier, drive: SimDrive, slot: int, layer: int) -> None:
     offset = 4096 + slot * LAYOUT.slot_bytes + LAYOUT.fragment_offset[layer] + 10
-    file = drive.lookup(tier._fd).file
+    file = drive.lookup(tier._io._fd).file
     file.write(offset, bytes([file.read(offset, 1)[0] ^ 1]))
 
 

@@ -388,7 +388,7 @@ class BadPage:
 def test_a_bad_page_in_a_gap_costs_nothing_that_was_wanted() -> None:
     tier = sim_tier(SimDrive(MODEL), LAYOUT, 4, gap_bytes_max=4096)
     GROUPS.write(tier, KEYS[:1], [0])
-    tier._engine = BadPage(tier._engine, 4096 + LAYOUT.fragment_offset[1])
+    tier._io.engine = BadPage(tier._io.engine, 4096 + LAYOUT.fragment_offset[1])
     statuses, parts = GROUPS.read(tier, KEYS[:1], [(0, 0), (0, 2)])
     assert statuses == [OK, OK]
     np.testing.assert_array_equal(parts[1], group_bytes(LAYOUT, KEYS[0], 0, 2))
@@ -436,7 +436,7 @@ def test_no_fault_gives_wrong_bytes_or_leaks_a_slot(faults: Faults, seed: int) -
     assert OK in seen
     stats = tier.stats()
     assert stats.num_corrupt + stats.num_failed > 0
-    calm = FileTier(SimEngine(drive, VirtualClock()), tier._fd, LAYOUT, small_identity(LAYOUT).digest(), 5)
+    calm = FileTier(SimEngine(drive, VirtualClock()), tier._io._fd, LAYOUT, small_identity(LAYOUT).digest(), 5)
     calm.scan()
     for key in list(calm._slot_of):
         found, parts = GROUPS.read_group(calm, key)

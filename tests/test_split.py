@@ -226,7 +226,7 @@ def test_a_bad_part_loses_the_group_and_only_that(split: Split) -> None:
     sequence = cache.open(list(range(33)))
     unit = sequence.table.units[2]
     slot = tier._slot_of[cache.ledger.stored_key[unit].tobytes()]
-    file = drive.lookup(tier._fd).file
+    file = drive.lookup(tier._io._fd).file
     for part in layout.layer_fragments(1):
         file.write(PAGE_BYTES + slot * layout.slot_bytes + layout.fragment_offset[part], b"rot")
     with pytest.raises(LostKv) as lost:

@@ -113,7 +113,7 @@ class FileMachine(RuleBasedStateMachine):
         found = {}
         for key in self.tier._slot_of:
             calm = FileTier(
-                SimEngine(self.drive, VirtualClock()), self.tier._fd, self.layout, b"\0" * 32, self.num_slots
+                SimEngine(self.drive, VirtualClock()), self.tier._io._fd, self.layout, b"\0" * 32, self.num_slots
             )
             calm.table, calm._slot_of = self.tier.table, dict(self.tier._slot_of)
             used = self.tier.table.used.copy()

@@ -29,6 +29,7 @@ from kvtide.planner.driver import Compute, Driver
 from kvtide.spec import SlotLayout
 from kvtide.tiers.file import FileTier
 from kvtide.tiers.memory import HollowFramePool
+from kvtide.tiers.slotio import SlotIo
 from kvtide.trace.record import Recorder
 from kvtide.units import format_bytes
 
@@ -191,17 +192,27 @@ class VirtualFileTier(FileTier):
     ) -> None:  # fmt: skip
         engine = HollowEngine(DeviceQueue(device), mover.own, depth_max=depth_max, host_ns=round(costs.op_ns))
         super().__init__(engine, HOLLOW_FD, layout, NO_DIGEST, num_slots, recorder=recorder)
-        self.mover, self._costs = mover, costs
+        io = _CostedIo(engine, HOLLOW_FD, layout, self._stats, recorder)
+        io.mover, io.costs = mover, costs
+        self._io = io
+        self.mover = mover
+
+
+class _CostedIo(SlotIo):
+    """Operations that take the host's time as well as the drive's; nothing is hashed."""
+
+    mover: VirtualMover
+    costs: HostCosts
 
     def _count(self, is_write: npt.NDArray[np.bool_], num_bytes: npt.NDArray[np.uint64]) -> None:
-        self.mover.spend(self._costs.round_ns)
+        self.mover.spend(self.costs.round_ns)
         super()._count(is_write, num_bytes)
 
-    def _checksums(
+    def checksums(
         self, fragments: npt.NDArray[np.integer], addresses: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.uint64]:
         num_bytes = int(self._lengths[fragments].sum())
-        self.mover.spend(self._costs.check_time_ns(num_bytes))
+        self.mover.spend(self.costs.check_time_ns(num_bytes))
         return np.zeros(len(addresses), np.uint64)
 
 

@@ -8,38 +8,39 @@ Theory. `[superblock page][slot 0][slot 1]...`. A group is written in three step
 (1) the header that an earlier group left in the slot is wiped, (2) the fragments, (3) the new header. A crash at any
 moment thus leaves an empty slot or a whole one. An older version of a group lies in another slot and stays until the
 cache drops it, after the new one is whole.
+
+With `is_packed` header and fragments go in one write, and neighbouring slots with them: small groups reach the drive in
+large operations. What a crash leaves half written may then have a header, and is found out by the checksums of its
+fragments when it is read.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import os
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from kvtide.blocks import KeyArray
-from kvtide.errors import IoError, ShortIo
-from kvtide.io.ops import OP, PAGE_BYTES, READ, WRITE, Batch, Engine, address_of, aligned_buffer
-from kvtide.io.schedule import Merged, merge
+from kvtide.io.ops import READ, WRITE, Engine, aligned_buffer
+from kvtide.io.schedule import Merged
 from kvtide.spec import SlotLayout
 from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK, Cause, GroupRecords, Statuses, TierStats
 from kvtide.tiers.header import Decoded, HeaderCodec
+from kvtide.tiers.slotio import SlotIo
 from kvtide.tiers.slots import SlotTable
-from kvtide.trace.events import CAUSES
-from kvtide.trace.record import OP_EVENT, Recorder
+from kvtide.trace.record import Recorder
 
-OP_BYTES_MAX = 1 << 20  # large enough for full bandwidth on any drive measured, small enough to keep depth
 SCAN_SLOTS = 512  # headers read at once when opening
+PORTION_BYTES = 8 << 20  # written at once where slots are packed: several operations of the largest size
+
+Written = tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
+"""Which slots are whole, their numbers in the order of writing, and the checksums of their fragments."""
 
 
 class FileTier:
     """A `Tier` over one open file.
 
-    Fragments that lie up to `gap_bytes_max` bytes apart are read together, over what lies between them.
+    Fragments that lie up to `gap_bytes_max` bytes apart are read together, over what lies between them. `is_packed`:
+    see the theory above.
     Threads: one at a time.
     """
 
@@ -53,17 +54,17 @@ class FileTier:
         *,
         recorder: Recorder | None = None,
         gap_bytes_max: int = 0,
+        is_packed: bool = False,
     ) -> None:
+        self._write_slots = self._write_packed if is_packed else self._write_in_steps
         self.layout, self.num_slots, self.table = layout, num_slots, SlotTable.empty(num_slots, layout)
-        self._engine, self._fd, self._recorder, self._gap_bytes_max = engine, fd, recorder, gap_bytes_max
+        self._gap_bytes_max = gap_bytes_max
         self._codec = HeaderCodec(layout, identity_digest)
         self._slot_of: dict[bytes, int] = {}
         self._free = np.ones(num_slots, np.bool_)
         self._sequence = 0
         self._stats = TierStats(capacity_bytes=num_slots * layout.slot_bytes)
-        self._offsets = np.array(layout.fragment_offset, np.uint64)
-        self._lengths = np.array(layout.fragment_padded_bytes, np.uint32)
-        self._views = [(ctypes.c_uint8 * length).from_address for length in layout.fragment_padded_bytes]
+        self._io = SlotIo(engine, fd, layout, self._stats, recorder)
 
     # Opening
 
@@ -77,8 +78,8 @@ class FileTier:
         for first in range(0, self.num_slots, SCAN_SLOTS):
             slots = np.arange(first, min(first + SCAN_SLOTS, self.num_slots))
             pages[:] = 0
-            batch = self._header_ops(slots, pages, READ)
-            good = self._run(batch, "metadata", slots)
+            batch = self._io.header_ops(slots, pages, READ)
+            good = self._io.run(batch, "metadata", slots)
             self._stats.num_failed += int((~good).sum())
             self.table.has_header[slots[~good]] = True  # for all we know
             decoded = self._codec.decode(pages[: len(slots)])
@@ -139,9 +140,11 @@ class FileTier:
     ) -> npt.NDArray[np.intp]:
         """Read and verify the `wanted` of all requests, note what is corrupt, and return what did not move."""
         slots, requests = slots[wanted], requests[wanted]
-        batch = self._fragment_ops(slots, requests["fragment"], requests["address"], READ)
+        batch = self._io.fragment_ops(slots, requests["fragment"], requests["address"], READ)
         lost = []
-        for parts, is_whole in self._finish(self._begin(batch, gap_bytes_max), cause, slots, requests["fragment"]):
+        for parts, is_whole in self._io.finish(
+            self._io.begin(batch, gap_bytes_max), cause, slots, requests["fragment"]
+        ):
             moved = parts[is_whole]
             statuses[wanted[moved]] = self._verify(slots[moved], requests[moved])
             lost.append(wanted[parts[~is_whole]])
@@ -207,169 +210,83 @@ class FileTier:
 
     # Bytes
 
-    def _start(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        return (PAGE_BYTES + slots * self.layout.slot_bytes).astype(np.uint64)
-
-    def _header_ops(self, slots: npt.NDArray[np.int64], pages: npt.NDArray[np.uint8], kind: int) -> Batch:
-        batch = np.zeros(len(slots), OP)
-        batch["fd"], batch["kind"], batch["length"] = self._fd, kind, self.layout.header_bytes
-        batch["offset"] = self._start(slots)
-        batch["address"] = address_of(pages) + np.arange(len(slots), dtype=np.uint64) * self.layout.header_bytes
-        return batch
-
-    def _fragment_ops(
-        self,
-        slots: npt.NDArray[np.int64],
-        fragments: npt.NDArray[np.integer],
-        addresses: npt.NDArray[np.uint64],
-        kind: int,
-    ) -> Batch:
-        batch = np.zeros(len(slots), OP)
-        batch["fd"], batch["kind"] = self._fd, kind
-        batch["offset"] = self._start(slots) + self._offsets[fragments]
-        batch["length"], batch["address"] = self._lengths[fragments], addresses
-        return batch
-
-    def _write_slots(
+    def _write_packed(
         self, slots: npt.NDArray[np.int64], records: GroupRecords, addresses: npt.NDArray[np.uint64], cause: Cause
-    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    ) -> Written:
+        """Write headers and fragments at once, in portions, each hashed while the drive has the one before."""
+        num, num_fragments = addresses.shape
+        sequences = self._next_sequences(num)
+        checksums, good = np.empty((num, num_fragments), np.uint64), np.zeros(num, np.bool_)
+        pages = aligned_buffer(num * self.layout.header_bytes).reshape(num, self.layout.header_bytes)
+        self.table.has_header[slots] = True  # even a failed write may have landed
+        portion = max(1, PORTION_BYTES // self.layout.slot_bytes)
+        begun: list[tuple[slice, Merged]] = []
+        for first in range(0, num, portion):
+            rows = slice(first, min(num, first + portion))
+            fragments = np.tile(np.arange(num_fragments), rows.stop - first)
+            at = addresses[rows].ravel()
+            checksums[rows] = self._io.checksums(fragments, at).reshape(-1, num_fragments)
+            self._codec.encode(records.take(rows), sequences[rows], checksums[rows], pages[rows])
+            while begun:
+                self._end_packed(*begun.pop(), slots, good, cause)
+            parts = self._io.fragment_ops(np.repeat(slots[rows], num_fragments), fragments, at, WRITE)
+            batch = np.concatenate([self._io.header_ops(slots[rows], pages[rows], WRITE), parts])
+            begun.append((rows, self._io.begin(batch)))
+        for rows, merged in begun:
+            self._end_packed(rows, merged, slots, good, cause)
+        return good, sequences, checksums
+
+    def _end_packed(
+        self, rows: slice, merged: Merged, slots: npt.NDArray[np.int64], good: npt.NDArray[np.bool_], cause: Cause
+    ) -> None:
+        """Wait for one portion and note which of its slots are whole."""
+        num = len(slots[rows])
+        per_slot = np.repeat(slots[rows], len(merged.part_of) // num - 1)
+        done = self._io.all_done(merged, cause, np.concatenate([slots[rows], per_slot]), None)
+        good[rows] = done[:num] & done[num:].reshape(num, -1).all(axis=1)
+
+    def _write_in_steps(
+        self, slots: npt.NDArray[np.int64], records: GroupRecords, addresses: npt.NDArray[np.uint64], cause: Cause
+    ) -> Written:
         """Write in the three steps of the theory; return which slots are whole, and their numbers and checksums."""
         num, num_fragments = addresses.shape
         pages = aligned_buffer(num * self.layout.header_bytes).reshape(num, self.layout.header_bytes)
         good = np.ones(num, np.bool_)
         stale = np.flatnonzero(self.table.has_header[slots])
         if len(stale):
-            good[stale] = self._run(self._header_ops(slots[stale], pages, WRITE), "metadata", slots[stale])
+            good[stale] = self._io.run(self._io.header_ops(slots[stale], pages, WRITE), "metadata", slots[stale])
             self.table.has_header[slots[stale[good[stale]]]] = False
         fragments = np.tile(np.arange(num_fragments), num)
         rows = np.flatnonzero(good)
         wanted = fragments[: len(rows) * num_fragments]
-        batch = self._fragment_ops(np.repeat(slots[rows], num_fragments), wanted, addresses[rows].ravel(), WRITE)
-        merged = self._begin(batch)
-        checksums = self._checksums(fragments, addresses.ravel()).reshape(num, num_fragments)  # while the drive is busy
-        done = self._all_done(merged, cause, np.repeat(slots[rows], num_fragments), wanted)
+        batch = self._io.fragment_ops(np.repeat(slots[rows], num_fragments), wanted, addresses[rows].ravel(), WRITE)
+        merged = self._io.begin(batch)
+        checksums = self._io.checksums(fragments, addresses.ravel()).reshape(
+            num, num_fragments
+        )  # while the drive is busy
+        done = self._io.all_done(merged, cause, np.repeat(slots[rows], num_fragments), wanted)
         good[rows] = done.reshape(len(rows), num_fragments).all(axis=1)
-        sequences = np.arange(self._sequence + 1, self._sequence + 1 + num, dtype=np.uint64)
-        self._sequence += num
+        sequences = self._next_sequences(num)
         self._codec.encode(records, sequences, checksums, pages)
         rows = np.flatnonzero(good)
         header_pages = pages if len(rows) == num else _aligned_copy(pages[rows])
         self.table.has_header[slots[rows]] = True  # even a failed write may have landed
-        good[rows] = self._run(self._header_ops(slots[rows], header_pages, WRITE), "metadata", slots[rows])
+        good[rows] = self._io.run(self._io.header_ops(slots[rows], header_pages, WRITE), "metadata", slots[rows])
         return good, sequences, checksums
 
-    def _run(self, batch: Batch, cause: Cause, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Do every operation and say which went well. Shapes: batch, slots [n]."""
-        return self._all_done(self._begin(batch), cause, slots, None)
-
-    def _begin(self, batch: Batch, gap_bytes_max: int = 0) -> Merged:
-        """Hand over every operation, merged where they touch, or nearly so."""
-        merged = merge(batch, bytes_max=OP_BYTES_MAX, gap_bytes_max=gap_bytes_max)
-        self._engine.submit(merged.batch)
-        return merged
-
-    def _all_done(
-        self,
-        merged: Merged,
-        cause: Cause,
-        slots: npt.NDArray[np.int64],
-        fragments: npt.NDArray[np.integer] | None,
-    ) -> npt.NDArray[np.bool_]:
-        """Wait for what was begun and say which operations went well. Shapes: slots, fragments, result [n]."""
-        good = np.zeros(len(merged.part_of), np.bool_)
-        for parts, is_whole in self._finish(merged, cause, slots, fragments):
-            good[parts] = is_whole
-        return good
-
-    def _finish(
-        self,
-        merged: Merged,
-        cause: Cause,
-        slots: npt.NDArray[np.int64],
-        fragments: npt.NDArray[np.integer] | None,
-    ) -> Iterator[tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]]:
-        """Yield, as operations end, which of those before merging that were, and whether each moved whole.
-
-        Of a read that ends early, what came before its end is whole.
-        Shapes: slots, fragments [n]; yields [m], [m].
-        """
-        order = np.argsort(merged.part_of, kind="stable")
-        bounds = np.searchsorted(merged.part_of[order], np.arange(len(merged.batch) + 1))
-        outstanding = len(merged.batch)
-        while outstanding:
-            completions = self._engine.reap(1)
-            outstanding -= len(completions)
-            tags = completions["tag"].astype(np.int64)
-            whole = (completions["error"] == 0) & (completions["length"] == merged.batch["length"][tags])
-            is_write = merged.batch["kind"][tags] == WRITE
-            self._count(is_write, completions["length"] * whole)
-            self._stats.gap_bytes += int(merged.gap_bytes[tags[whole]].sum())
-            self._record(merged, completions, bounds, order, slots, fragments, cause)
-            parts = np.concatenate([order[bounds[tag] : bounds[tag + 1]] for tag in tags.tolist()])
-            moved = np.where(whole | ~is_write, completions["length"], 0).astype(np.int64)
-            yield parts, merged.end_of[parts] <= np.repeat(moved, bounds[tags + 1] - bounds[tags])
-
-    def _count(self, is_write: npt.NDArray[np.bool_], num_bytes: npt.NDArray[np.uint64]) -> None:
-        self._stats.num_writes += int(is_write.sum())
-        self._stats.written_bytes += int(num_bytes[is_write].sum())
-        self._stats.num_reads += int((~is_write).sum())
-        self._stats.read_bytes += int(num_bytes[~is_write].sum())
-
-    def _checksums(
-        self, fragments: npt.NDArray[np.integer], addresses: npt.NDArray[np.uint64]
-    ) -> npt.NDArray[np.uint64]:
-        """Return the xxh3-64 of each fragment in memory, padding included."""
-        views = (self._views[one](at) for one, at in zip(fragments.tolist(), addresses.tolist(), strict=True))
-        return np.fromiter(map(xxhash.xxh3_64_intdigest, views), np.uint64, len(addresses))
+    def _next_sequences(self, num: int) -> npt.NDArray[np.uint64]:
+        """Return the next `num` numbers in the order of writing."""
+        self._sequence += num
+        return np.arange(self._sequence + 1 - num, self._sequence + 1, dtype=np.uint64)
 
     def _verify(self, slots: npt.NDArray[np.int64], requests: npt.NDArray[np.void]) -> Statuses:
-        found = self._checksums(requests["fragment"], requests["address"])
+        found = self._io.checksums(requests["fragment"], requests["address"])
         bad = found != self.table.checksums[slots, requests["fragment"]]
         self._stats.num_corrupt += int(bad.sum())
         return np.where(bad, CORRUPT, OK).astype(np.uint8)
-
-    def _record(
-        self,
-        merged: Merged,
-        completions: npt.NDArray[np.void],
-        bounds: npt.NDArray[np.intp],
-        order: npt.NDArray[np.intp],
-        slots: npt.NDArray[np.int64],
-        fragments: npt.NDArray[np.integer] | None,
-        cause: Cause,
-    ) -> None:
-        if self._recorder is None:
-            return
-        tags = completions["tag"].astype(np.int64)
-        first = order[bounds[tags]]
-        events = np.zeros(len(completions), OP_EVENT)
-        events["time_ns"], events["complete_ns"] = completions["submit_ns"], completions["complete_ns"]
-        events["cause"], events["fd"] = CAUSES.index(cause), self._fd
-        events["is_write"] = merged.batch["kind"][tags] == WRITE
-        events["offset"], events["length"] = merged.batch["offset"][tags], completions["length"]
-        events["num_fragments"] = bounds[tags + 1] - bounds[tags]
-        events["depth"], events["error"] = completions["depth"], completions["error"]
-        events["slot"] = slots[first]
-        events["layer"] = -1 if fragments is None else fragments[first] // self.layout.parts_per_layer
-        self._recorder.record_ops(events)
 
 
 def _aligned_copy(pages: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     copy = aligned_buffer(pages.size).reshape(pages.shape)
     copy[:] = pages
     return copy
-
-
-def move_page(engine: Engine, fd: int, page: npt.NDArray[np.uint8], kind: int) -> None:
-    """Read or write the superblock page, through the engine as everything else.
-
-    Raises: IoError with the errno; ShortIo at the end of the file.
-    """
-    batch = np.zeros(1, OP)
-    batch["fd"], batch["kind"], batch["address"], batch["length"] = fd, kind, address_of(page), PAGE_BYTES
-    engine.submit(batch)
-    done = engine.reap(1)[0]
-    if done["error"]:
-        raise IoError(int(done["error"]), f"superblock: {os.strerror(int(done['error']))}")
-    if done["length"] != PAGE_BYTES:
-        raise ShortIo(errno.EIO, f"superblock: {int(done['length'])} of {PAGE_BYTES} bytes moved")

@@ -30,9 +30,10 @@ from kvtide.io.opening import open_engine
 from kvtide.io.ops import PAGE_BYTES, READ, WRITE, Engine, aligned_buffer
 from kvtide.io.uring import UringEngine
 from kvtide.spec import Identity, SlotLayout
-from kvtide.tiers.file import FileTier, move_page
+from kvtide.tiers.file import FileTier
 from kvtide.tiers.header import FORMAT_VERSION, HeaderCodec
 from kvtide.tiers.owner import lock, named
+from kvtide.tiers.slotio import move_page
 from kvtide.trace.record import Recorder
 from kvtide.units import format_bytes
 
@@ -105,10 +106,11 @@ def open_namespace(
     depth_max: int = 64,
     recorder: Recorder | None = None,
     gap_bytes_max: int = 0,
+    is_packed: bool = False,
 ) -> OpenNamespace:
     """Open, or make, the namespace of `identity` under `root`, with room for `capacity_bytes` of slots.
 
-    `gap_bytes_max` is that of `FileTier`: how far apart fragments may lie that are read together.
+    `gap_bytes_max` and `is_packed` are those of `FileTier`.
 
     Raises: ConfigError for a foreign directory or a capacity below one slot; FormatError for files that are not what
     they claim; IoError when another process owns it or the disk refuses.
@@ -134,7 +136,14 @@ def open_namespace(
             with named(path):
                 _prepare_data(path, fd, backend, layout, identity.digest(), num_slots)
             tier = FileTier(
-                backend, fd, layout, identity.digest(), num_slots, recorder=recorder, gap_bytes_max=gap_bytes_max
+                backend,
+                fd,
+                layout,
+                identity.digest(),
+                num_slots,
+                recorder=recorder,
+                gap_bytes_max=gap_bytes_max,
+                is_packed=is_packed,
             )
             with named(path):
                 was_clean = _load_checkpoint(path, tier, layout, identity.digest())
