@@ -1,0 +1,170 @@
+"""Moving the bytes of slots: operations from slots and fragments, merged, waited for, counted and recorded. Next: file.
+
+Knows where in the file a fragment of a slot lies. Decides nothing of what is kept or believed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvtide.errors import IoError, ShortIo
+from kvtide.io.ops import OP, PAGE_BYTES, WRITE, Batch, Engine, address_of
+from kvtide.io.schedule import Merged, merge
+from kvtide.spec import SlotLayout
+from kvtide.tiers.contract import Cause, TierStats
+from kvtide.trace.events import CAUSES
+from kvtide.trace.record import OP_EVENT, Recorder
+
+OP_BYTES_MAX = 1 << 20  # large enough for full bandwidth on any drive measured, small enough to keep depth
+
+
+class SlotIo:
+    """Operations on the slots of one open file. Fills the counters of `stats` that count operations and bytes.
+
+    Threads: one at a time.
+    """
+
+    def __init__(
+        self, engine: Engine, fd: int, layout: SlotLayout, stats: TierStats, recorder: Recorder | None
+    ) -> None:
+        self.engine = engine
+        self._fd, self._layout, self._stats, self._recorder = fd, layout, stats, recorder
+        self._offsets = np.array(layout.fragment_offset, np.uint64)
+        self._lengths = np.array(layout.fragment_padded_bytes, np.uint32)
+        self._views = [(ctypes.c_uint8 * length).from_address for length in layout.fragment_padded_bytes]
+
+    def _start(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        return (PAGE_BYTES + slots * self._layout.slot_bytes).astype(np.uint64)
+
+    def header_ops(self, slots: npt.NDArray[np.int64], pages: npt.NDArray[np.uint8], kind: int) -> Batch:
+        """Return operations on the headers of `slots`. Shapes: slots [n]; pages [n, header_bytes]."""
+        batch = np.zeros(len(slots), OP)
+        batch["fd"], batch["kind"], batch["length"] = self._fd, kind, self._layout.header_bytes
+        batch["offset"] = self._start(slots)
+        batch["address"] = address_of(pages) + np.arange(len(slots), dtype=np.uint64) * self._layout.header_bytes
+        return batch
+
+    def fragment_ops(
+        self,
+        slots: npt.NDArray[np.int64],
+        fragments: npt.NDArray[np.integer],
+        addresses: npt.NDArray[np.uint64],
+        kind: int,
+    ) -> Batch:
+        """Return operations on one fragment of each slot. Shapes: [n] each."""
+        batch = np.zeros(len(slots), OP)
+        batch["fd"], batch["kind"] = self._fd, kind
+        batch["offset"] = self._start(slots) + self._offsets[fragments]
+        batch["length"], batch["address"] = self._lengths[fragments], addresses
+        return batch
+
+    def run(self, batch: Batch, cause: Cause, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Do every operation and say which went well. Shapes: batch, slots [n]."""
+        return self.all_done(self.begin(batch), cause, slots, None)
+
+    def begin(self, batch: Batch, gap_bytes_max: int = 0) -> Merged:
+        """Hand over every operation, merged where they touch, or nearly so."""
+        merged = merge(batch, bytes_max=OP_BYTES_MAX, gap_bytes_max=gap_bytes_max)
+        self.engine.submit(merged.batch)
+        return merged
+
+    def all_done(
+        self,
+        merged: Merged,
+        cause: Cause,
+        slots: npt.NDArray[np.int64],
+        fragments: npt.NDArray[np.integer] | None,
+    ) -> npt.NDArray[np.bool_]:
+        """Wait for what was begun and say which operations went well. Shapes: slots, fragments, result [n]."""
+        good = np.zeros(len(merged.part_of), np.bool_)
+        for parts, is_whole in self.finish(merged, cause, slots, fragments):
+            good[parts] = is_whole
+        return good
+
+    def finish(
+        self,
+        merged: Merged,
+        cause: Cause,
+        slots: npt.NDArray[np.int64],
+        fragments: npt.NDArray[np.integer] | None,
+    ) -> Iterator[tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]]:
+        """Yield, as operations end, which of those before merging that were, and whether each moved whole.
+
+        Of a read that ends early, what came before its end is whole.
+        Shapes: slots, fragments [n]; yields [m], [m].
+        """
+        order = np.argsort(merged.part_of, kind="stable")
+        bounds = np.searchsorted(merged.part_of[order], np.arange(len(merged.batch) + 1))
+        outstanding = len(merged.batch)
+        while outstanding:
+            completions = self.engine.reap(1)
+            outstanding -= len(completions)
+            tags = completions["tag"].astype(np.int64)
+            whole = (completions["error"] == 0) & (completions["length"] == merged.batch["length"][tags])
+            is_write = merged.batch["kind"][tags] == WRITE
+            self._count(is_write, completions["length"] * whole)
+            self._stats.gap_bytes += int(merged.gap_bytes[tags[whole]].sum())
+            self._record(merged, completions, bounds, order, slots, fragments, cause)
+            parts = np.concatenate([order[bounds[tag] : bounds[tag + 1]] for tag in tags.tolist()])
+            moved = np.where(whole | ~is_write, completions["length"], 0).astype(np.int64)
+            yield parts, merged.end_of[parts] <= np.repeat(moved, bounds[tags + 1] - bounds[tags])
+
+    def _count(self, is_write: npt.NDArray[np.bool_], num_bytes: npt.NDArray[np.uint64]) -> None:
+        self._stats.num_writes += int(is_write.sum())
+        self._stats.written_bytes += int(num_bytes[is_write].sum())
+        self._stats.num_reads += int((~is_write).sum())
+        self._stats.read_bytes += int(num_bytes[~is_write].sum())
+
+    def checksums(
+        self, fragments: npt.NDArray[np.integer], addresses: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.uint64]:
+        """Return the xxh3-64 of each fragment in memory, padding included."""
+        views = (self._views[one](at) for one, at in zip(fragments.tolist(), addresses.tolist(), strict=True))
+        return np.fromiter(map(xxhash.xxh3_64_intdigest, views), np.uint64, len(addresses))
+
+    def _record(
+        self,
+        merged: Merged,
+        completions: npt.NDArray[np.void],
+        bounds: npt.NDArray[np.intp],
+        order: npt.NDArray[np.intp],
+        slots: npt.NDArray[np.int64],
+        fragments: npt.NDArray[np.integer] | None,
+        cause: Cause,
+    ) -> None:
+        if self._recorder is None:
+            return
+        tags = completions["tag"].astype(np.int64)
+        first = order[bounds[tags]]
+        events = np.zeros(len(completions), OP_EVENT)
+        events["time_ns"], events["complete_ns"] = completions["submit_ns"], completions["complete_ns"]
+        events["cause"], events["fd"] = CAUSES.index(cause), self._fd
+        events["is_write"] = merged.batch["kind"][tags] == WRITE
+        events["offset"], events["length"] = merged.batch["offset"][tags], completions["length"]
+        events["num_fragments"] = bounds[tags + 1] - bounds[tags]
+        events["depth"], events["error"] = completions["depth"], completions["error"]
+        events["slot"] = slots[first]
+        events["layer"] = -1 if fragments is None else fragments[first] // self._layout.parts_per_layer
+        self._recorder.record_ops(events)
+
+
+def move_page(engine: Engine, fd: int, page: npt.NDArray[np.uint8], kind: int) -> None:
+    """Read or write the superblock page, through the engine as everything else.
+
+    Raises: IoError with the errno; ShortIo at the end of the file.
+    """
+    batch = np.zeros(1, OP)
+    batch["fd"], batch["kind"], batch["address"], batch["length"] = fd, kind, address_of(page), PAGE_BYTES
+    engine.submit(batch)
+    done = engine.reap(1)[0]
+    if done["error"]:
+        raise IoError(int(done["error"]), f"superblock: {os.strerror(int(done['error']))}")
+    if done["length"] != PAGE_BYTES:
+        raise ShortIo(errno.EIO, f"superblock: {int(done['length'])} of {PAGE_BYTES} bytes moved")
