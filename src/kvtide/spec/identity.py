@@ -3,8 +3,8 @@
 The digest names a store's directory, and `describe` is what its identity.json says. Next: blocks.
 
 *Theory.* digest = SHA-256 of the JSON of `describe()` with sorted keys, no spaces, ASCII only. Lists and tuples are
-the same there; floats are written in the shortest form that reads back equal. `split` is told only where layers are
-cut: stores made before there were splits keep their names.
+the same there; floats are written in the shortest form that reads back equal. `split` and `facts` are told only where
+there are any: stores made before there were such keep their names.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Identity:
     """What KV depends on. Digests are SHA-256 in hexadecimal; `adapter` is empty without one.
 
     `layers` has (layer number in the model, K bytes a token, V bytes a token, heads, window or 0) for each layer that
-    keeps KV on this rank.
+    keeps KV on this rank. `facts` are what else KV depends on that another engine made: its name and version, its
+    layout, the other ranks.
     """
 
     model: str
@@ -63,6 +64,7 @@ class Identity:
     layers: tuple[tuple[int, int, int, int, int], ...]
     format_version: int = FORMAT_VERSION
     split: Split = "none"
+    facts: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         _text("model", self.model, least=1)
@@ -79,6 +81,9 @@ class Identity:
         if self.split not in SPLITS:
             raise ConfigError(f"split is {shown(self.split)}; known are {', '.join(SPLITS)}")
         _check_layers(self.layers)
+        for name, told in self.facts:
+            _text("the name of a fact", name, least=1)
+            _text(name, told)
 
     @classmethod
     def of(
@@ -139,7 +144,11 @@ class Identity:
             "layers": [list(layer) for layer in self.layers],
             "format_version": self.format_version,
         }
-        return told if self.split == "none" else told | {"split": self.split}
+        if self.split != "none":
+            told["split"] = self.split
+        if self.facts:
+            told["facts"] = dict(self.facts)
+        return told
 
     def shape(self) -> KVShape:
         """The KV geometry this identity was made for."""
@@ -171,7 +180,7 @@ class Identity:
         if not isinstance(found, dict):
             raise FormatError(f"{where}: expected a JSON object, found {shown(found)}")
         known = set(cls.__dataclass_fields__)
-        missing, unknown = sorted(known - set(found) - {"split"}), sorted(set(found) - known)
+        missing, unknown = sorted(known - set(found) - {"split", "facts"}), sorted(set(found) - known)
         if missing or unknown:
             raise FormatError(f"{where}: fields missing: {missing or 'none'}; fields unknown: {shown(unknown)}")
         try:
@@ -182,15 +191,18 @@ class Identity:
 
 def _values(found: Mapping[str, object]) -> dict[str, Any]:
     """Fields of an identity from JSON values; `Identity` judges them."""
-    rope, layers = found["rope"], found["layers"]
+    rope, layers, facts = found["rope"], found["layers"], found.get("facts", {})
     if not isinstance(rope, dict) or not isinstance(layers, list) or not all(isinstance(row, list) for row in layers):
         raise ConfigError("rope must be an object and layers a list of lists")
+    if not isinstance(facts, dict):
+        raise ConfigError("facts must be an object")
     return {
         **found,
         "rope": tuple((name, freeze(value)) for name, value in sorted(rope.items())),
         "dtype": Dtype(found["dtype"]),
         "layout": Layout(found["layout"]),
         "layers": tuple(tuple(row) for row in layers),
+        "facts": tuple(sorted(facts.items())),
     }
 
 

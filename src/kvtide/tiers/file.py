@@ -115,10 +115,14 @@ class FileTier:
     # The contract
 
     def lookup(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
-        return self._slots(keys) >= 0
+        return self.slots_of(keys) >= 0
+
+    def has_one(self, key: bytes) -> bool:
+        """Say whether the group of one key is there. Threads: any may ask."""
+        return key in self._slot_of
 
     def read(self, keys: KeyArray, requests: npt.NDArray[np.void], *, cause: Cause) -> Statuses:
-        slots = self._slots(keys)[requests["row"]]
+        slots = self.slots_of(keys)[requests["row"]]
         statuses = np.where(slots < 0, MISSING, OK).astype(np.uint8)
         wanted = np.flatnonzero(slots >= 0)
         lost = self._read(slots, requests, wanted, statuses, cause, self._gap_bytes_max)
@@ -152,7 +156,7 @@ class FileTier:
 
     def write(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], *, cause: Cause) -> Statuses:
         statuses = np.full(len(records), FULL, np.uint8)
-        slots = self._allocate(len(records), self._slots(records.parents[:1])[0] if len(records) else -1)
+        slots = self._allocate(len(records), self.slots_of(records.parents[:1])[0] if len(records) else -1)
         num = len(slots)
         self._stats.num_full += len(records) - num
         if not num:
@@ -168,7 +172,7 @@ class FileTier:
         return statuses
 
     def drop(self, keys: KeyArray) -> None:
-        slots = self._slots(keys)
+        slots = self.slots_of(keys)
         self._drop_slots(slots[slots >= 0])
 
     def stats(self) -> TierStats:
@@ -178,7 +182,8 @@ class FileTier:
 
     # Slots
 
-    def _slots(self, keys: KeyArray) -> npt.NDArray[np.int64]:
+    def slots_of(self, keys: KeyArray) -> npt.NDArray[np.int64]:
+        """Return where each group lies, -1 where it is not there. Threads: any may ask."""
         get = self._slot_of.get
         return np.array([get(key, -1) for key in keys.tolist()], np.int64)
 

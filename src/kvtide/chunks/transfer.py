@@ -1,0 +1,77 @@
+"""One job of a chunk store: chunks to write or to read, and what became of each. Next: store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.blocks import KeyArray
+from kvtide.tiers.contract import FAILED, OK, Statuses
+
+Kind = Literal["store", "load"]
+STORE: Kind = "store"
+LOAD: Kind = "load"
+
+
+@dataclass(eq=False, slots=True)
+class Transfer:
+    """Chunks on their way. `statuses` are those of `tiers.contract`; they are right once `done`.
+
+    `on_done` is called on the worker's thread. `began_ns` and `ended_ns` are of `time.perf_counter_ns`; the first is 0 until bytes begin to move.
+    Shapes: keys, addresses, statuses [n]. The memory at `addresses` must stay as it is until the transfer is done.
+    """
+
+    kind: Kind
+    keys: KeyArray
+    addresses: npt.NDArray[np.uint64]
+    on_done: Callable[[Transfer], object] | None = None
+    statuses: Statuses = field(init=False)
+    num_taken: int = 0  # chunks the store has begun with
+    num_left: int = field(init=False)
+    began_ns: int = 0
+    ended_ns: int = 0
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.statuses = np.full(len(self.keys), FAILED, np.uint8)
+        self.num_left = len(self.keys)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing of it moves any more."""
+        return self._ended.is_set()
+
+    @property
+    def is_good(self) -> bool:
+        """Whether every chunk arrived."""
+        return bool((self.statuses == OK).all())
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Return when it is done, or False when `timeout_s` has gone by."""
+        return self._ended.wait(timeout_s)
+
+    def take(self, num_max: int) -> slice:
+        """Return the next chunks to move, at most `num_max`."""
+        rows = slice(self.num_taken, min(len(self.keys), self.num_taken + num_max))
+        self.num_taken = rows.stop
+        self.began_ns = self.began_ns or time.perf_counter_ns()
+        return rows
+
+    def end(self, rows: slice, statuses: Statuses) -> bool:
+        """Note what became of some chunks; say whether those were the last."""
+        self.statuses[rows] = statuses
+        self.num_left -= len(statuses)
+        return not self.num_left
+
+    def finish(self) -> None:
+        """Let those who wait go on."""
+        self.ended_ns = time.perf_counter_ns()
+        self._ended.set()
+        if self.on_done is not None:
+            self.on_done(self)

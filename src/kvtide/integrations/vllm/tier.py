@@ -1,0 +1,154 @@
+"""The secondary tier that vLLM's tiering manager cascades chunks to and promotes them from. Next: cpu.
+
+vLLM calls everything here from its scheduler, so nothing waits: a look-up asks a dict, transfers run on the store's
+worker straight from and to the primary tier's memory, and results are collected when vLLM asks.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingMetricMetadata,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvtide.chunks import LOAD, STORE, ChunkOptions, ChunkStore, Transfer, fold, fold_one
+from kvtide.chunks.transfer import Kind
+from kvtide.integrations.vllm.facts import digest_of_weights, facts_of
+from kvtide.io.ops import address_of
+from kvtide.tiers.contract import OK
+from kvtide.units import parse_bytes
+
+CAPACITY = "16GiB"
+_COUNTERS = {
+    "stored": "Chunks written to kvtide's tier.",
+    "loaded": "Chunks read from kvtide's tier, their checksums right.",
+    "evicted": "Chunks given up for newer ones.",
+    "missed": "Chunks that were to be read and were not there, or not whole.",
+    "failed": "Chunks the disk could not write or read.",
+}
+_USED = "vllm:kvtide_used_bytes"
+
+
+class KvtideTier(SecondaryTierManager):
+    """Chunks of the primary tier in one bounded file under `directory`.
+
+    `capacity` bounds the file, as bytes or `64GiB`. `salt` parts tenants that share a directory.
+
+    Raises: ConfigError, FormatError, IoError of `ChunkStore`: vLLM then does not start, and shows the message.
+    """
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        directory: str = "~/.cache/kvtide/vllm",
+        capacity: str | int = CAPACITY,
+        salt: str = "",
+        backpressure_detector: Any = None,
+        locality: str | None = None,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        del locality  # what it would publish with events; this tier has none
+        config = offloading_spec.config
+        self._store = ChunkStore(
+            ChunkOptions(
+                Path(directory).expanduser(),
+                parse_bytes(str(capacity)),
+                self.block_size_bytes,
+                config.model.name[:256],
+                facts_of(offloading_spec, salt),
+                digest_of_weights(config.model.name),
+            )
+        )
+        self._has_one = self._store.has_one
+        self._address = address_of(np.frombuffer(primary_kv_view, np.uint8))
+        self._jobs: dict[Transfer, TransferJob] = {}
+        self._done: collections.deque[Transfer] = collections.deque()
+        self._told = dict.fromkeys(_COUNTERS, 0)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return LookupResult.HIT if self._has_one(fold_one(key)) else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self._submit(STORE, job_metadata)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._submit(LOAD, job_metadata)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        results = []
+        while self._done:
+            transfer = self._done.popleft()
+            results.append(self._result(self._jobs.pop(transfer), transfer))
+        return results
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._store.touch(fold(list(keys)))
+
+    def drain_jobs(self) -> None:
+        self._store.drain()
+
+    def shutdown(self) -> None:
+        self._store.close()
+        self._primary_kv_view = memoryview(b"")  # whoever owns the memory can give it back
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        del extra_config
+        counters = {_metric(name): OffloadingCounterMetadata(told) for name, told in _COUNTERS.items()}
+        return counters | {_USED: OffloadingGaugeMetadata("Bytes of the file that hold chunks.")}
+
+    def get_stats(self) -> OffloadingConnectorStats:
+        stats, counts = OffloadingConnectorStats(), self._store.counts
+        for name, before in self._told.items():
+            now = getattr(counts, name)
+            if now > before:
+                stats.increase_counter(_metric(name), now - before)
+                self._told[name] = now
+        stats.set_gauge(_USED, self._store.used_bytes)
+        return stats
+
+    def _submit(self, kind: Kind, job: TransferJob) -> None:
+        rows = np.asarray(job.chunk_ids, np.uint64)
+        addresses: npt.NDArray[np.uint64] = np.uint64(self._address) + rows * np.uint64(self.block_size_bytes)
+        transfer = Transfer(kind, fold(list(job.keys)), addresses, self._done.append)
+        self._jobs[transfer] = job  # before it can end
+        self._store.submit(transfer)
+
+    def _result(self, job: TransferJob, transfer: Transfer) -> JobResult:
+        good = transfer.statuses == OK
+        kept = None
+        if transfer.kind == LOAD and not good.all() and good.any():
+            kept = tuple(key for key, is_good in zip(job.keys, good.tolist(), strict=True) if is_good)
+        return JobResult(
+            job_id=job.job_id,
+            success=bool(good.all()),
+            successful_keys=kept,
+            transfer_time=(transfer.ended_ns - transfer.began_ns) / 1e9,
+            transfer_bytes=int(good.sum()) * self.block_size_bytes,
+        )
+
+
+def _metric(name: str) -> str:
+    return f"vllm:kvtide_{name}_chunks"
