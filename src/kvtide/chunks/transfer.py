@@ -23,7 +23,8 @@ LOAD: Kind = "load"
 class Transfer:
     """Chunks on their way. `statuses` are those of `tiers.contract`; they are right once `done`.
 
-    `on_done` is called on the worker's thread. `began_ns` and `ended_ns` are of `time.perf_counter_ns`; the first is 0 until bytes begin to move.
+    `on_done` is called on the worker's thread. `began_ns` and `ended_ns` are of `time.perf_counter_ns`; the first is 0
+    until bytes begin to move.
     Shapes: keys, addresses, statuses [n]. The memory at `addresses` must stay as it is until the transfer is done.
     """
 

@@ -34,7 +34,7 @@ def facts_of(spec: Any, salt: str) -> dict[str, str]:
         "ranks": json.dumps(ranks, sort_keys=True),
         "cache": f"{config.cache.tokens_per_hash} tokens a hash, {spec.blocks_per_chunk} blocks a chunk",
         "groups": hashlib.sha256(json.dumps(groups).encode()).hexdigest(),
-        "layout": f"{config.kv_cache_layout}, canonical {config.canonical_layout}, replicated {config.replicated_layout}",
+        "layout": f"{config.kv_cache_layout}, canonical {config.canonical_layout}, one copy {config.replicated_layout}",
         "model config": _model_config(),
         "salt": hashlib.sha256(salt.encode()).hexdigest() if salt else "",
     }
