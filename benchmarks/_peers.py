@@ -101,7 +101,6 @@ def _round(make: Make, directory: Path, size: int, num: int) -> Round:
         job_s = [_timed(lambda job=job: tier.load([job]))[0] for job in jobs[:LATENCY_JOBS]]
     finally:
         tier.close()
-        del rows, tier
         shutil.rmtree(directory)
     return Round(store_s, load_s, store_cpu_s, load_cpu_s, job_s, num_files, disk_bytes)
 

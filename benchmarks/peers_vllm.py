@@ -1,4 +1,4 @@
-"""kvtide's tier against vLLM's own disk tier, both behind vLLM's interface in one process. Runs where vLLM is installed.
+"""kvtide's tier against vLLM's own disk tier, both behind vLLM's interface in one process, where vLLM is installed.
 
 .venv-vllm/bin/python benchmarks/peers_vllm.py
 """
