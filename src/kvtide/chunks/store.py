@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import errno
 import hashlib
 import itertools
 import logging
@@ -26,9 +27,9 @@ from kvtide.chunks.transfer import LOAD, STORE, Kind, Transfer
 from kvtide.errors import ConfigError, IoError
 from kvtide.evict import Lru
 from kvtide.io.ops import PAGE_BYTES, address_of, aligned_buffer
-from kvtide.spec import Dtype, Identity, KVShape, LayerShape, Layout, SlotLayout
+from kvtide.spec import Dtype, Identity, Layout, SlotLayout
 from kvtide.tiers.contract import FAILED, OK, READ_REQUEST, GroupRecords, Statuses
-from kvtide.tiers.namespace import open_namespace
+from kvtide.tiers.namespace import OpenNamespace, open_namespace
 from kvtide.units import format_bytes
 
 BATCH_BYTES = 32 << 20  # moved at once: keeps any drive busy, and a load waits for no more than this of a store
@@ -38,7 +39,11 @@ _log = logging.getLogger("kvtide.chunks")
 
 @dataclass(frozen=True, slots=True)
 class ChunkOptions:
-    """Where chunks lie and how many. `facts` are what the bytes depend on: chunks of other facts are never found."""
+    """Where chunks lie and how many. `facts` are what the bytes depend on: chunks of other facts are never found.
+
+    A store has one owner. Of several processes with equal facts each gets a store of its own, up to `replicas_max`, and
+    each may fill `capacity_bytes`.
+    """
 
     directory: Path
     capacity_bytes: int
@@ -47,8 +52,9 @@ class ChunkOptions:
     facts: Mapping[str, str] = field(default_factory=dict)
     weights_digest: str = ""
     engine: str = "auto"
+    replicas_max: int = 8
 
-    def identity(self) -> Identity:
+    def identity(self, replica: int = 0) -> Identity:
         """Return the identity of these chunks, as of KV of one layer and one token.
 
         Raises: ConfigError for sizes out of range.
@@ -57,6 +63,7 @@ class ChunkOptions:
             raise ConfigError(
                 f"chunks of {self.chunk_bytes} bytes; 1 byte to {format_bytes(_CHUNK_BYTES_MAX)} are kept"
             )
+        facts = dict(self.facts) | ({"replica": str(replica)} if replica else {})
         return Identity(
             model=self.model,
             weights_digest=self.weights_digest or hashlib.sha256(self.model.encode()).hexdigest(),
@@ -71,7 +78,7 @@ class ChunkOptions:
             tp_rank=0,
             tp_size=1,
             layers=((0, self.chunk_bytes, 0, 1, 0),),
-            facts=tuple(sorted((name, told[:256]) for name, told in self.facts.items())),
+            facts=tuple(sorted((name, told[:256]) for name, told in facts.items())),
         )
 
 
@@ -95,19 +102,8 @@ class ChunkStore:
     """
 
     def __init__(self, options: ChunkOptions) -> None:
-        identity = options.identity()
-        layout = SlotLayout(
-            KVShape(identity.dtype, (LayerShape(options.chunk_bytes, 0, 1),), (0,)), block_tokens=1, group_blocks=1
-        )
-        self._space = open_namespace(
-            options.directory,
-            identity,
-            layout,
-            capacity_bytes=options.capacity_bytes,
-            engine=options.engine,
-            gap_bytes_max=layout.header_bytes,
-            is_packed=True,
-        )
+        layout = SlotLayout(options.identity().shape(), block_tokens=1, group_blocks=1)
+        self._space = _open(options, layout)
         self.layout, self.counts, self.path = layout, ChunkCounts(), self._space.path
         self.chunk_bytes = options.chunk_bytes
         self._tier = self._space.tier
@@ -309,6 +305,31 @@ class ChunkStore:
     def _copy(self, sources: npt.NDArray[np.uint64], targets: npt.NDArray[np.uint64]) -> None:
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             ctypes.memmove(target, source, self.chunk_bytes)
+
+
+def _open(options: ChunkOptions, layout: SlotLayout) -> OpenNamespace:
+    """Open the first store of these facts that no other process owns.
+
+    Raises: IoError(EBUSY) if every one is owned; what `open_namespace` raises.
+    """
+    for replica in range(options.replicas_max):
+        try:
+            space = open_namespace(
+                options.directory,
+                options.identity(replica),
+                layout,
+                capacity_bytes=options.capacity_bytes,
+                engine=options.engine,
+                gap_bytes_max=layout.header_bytes,
+                is_packed=True,
+            )
+        except IoError as error:
+            if error.errno != errno.EBUSY or replica == options.replicas_max - 1:
+                raise
+            _log.info("kvtide: %s; this process takes a store of its own", error)
+        else:
+            return space
+    raise ConfigError(f"replicas_max is {options.replicas_max}; 1 or more are needed")
 
 
 def _records(keys: KeyArray) -> GroupRecords:
