@@ -24,7 +24,7 @@ from kvtide.chunks.options import ChunkOptions
 from kvtide.chunks.transfer import LOAD, STORE, Kind, Transfer
 from kvtide.errors import IoError
 from kvtide.evict import Lru
-from kvtide.tiers.contract import FAILED, OK, READ_REQUEST, GroupRecords, Statuses
+from kvtide.tiers.contract import FAILED, FULL, OK, READ_REQUEST, GroupRecords, Statuses
 from kvtide.tiers.namespace import open_namespace
 
 BATCH_BYTES = 32 << 20  # moved at once: keeps any drive busy, and a load waits for no more than this of a store
@@ -315,6 +315,7 @@ class ChunkStore:
         is_last[list(place.values())] = True
         rows = np.flatnonzero(is_new & is_last)
         self.counts.known += len(keys) - len(rows)
+        self._lru.touch(self._tier.slots_of(keys[~is_new]))
         if not len(rows):
             return statuses
         self._make_room(len(rows))
@@ -325,6 +326,7 @@ class ChunkStore:
         wrote = self._tier.write(_records(keys[rows]), at, cause="demote")
         statuses[rows] = wrote
         statuses[is_new & ~is_last] = np.where(self._tier.lookup(keys[is_new & ~is_last]), OK, FAILED)
+        statuses[~is_new] = np.where(self._tier.lookup(keys[~is_new]), OK, FULL)  # some may have given way just now
         self._lru.admit(self._tier.slots_of(keys[rows[wrote == OK]]))
         self.counts.stored += int((wrote == OK).sum())
         return statuses

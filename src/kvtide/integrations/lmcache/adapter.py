@@ -232,6 +232,8 @@ class KvtideL2Adapter(L2AdapterInterface):
     def _moved(self, task: Task, rows: Rows, form: str, transfer: Transfer) -> None:
         """Take note of a part that is done."""
         good = transfer.statuses == OK
+        if task.kind == STORE and good.any():
+            good &= self._stores.stores[form].has(transfer.keys)  # some may have given way to the last of them
         keys = [task.keys[row] for row in rows[good].tolist()]
         store = self._stores.stores.get(form)
         size = store.chunk_bytes if store is not None else 0
