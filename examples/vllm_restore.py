@@ -73,9 +73,7 @@ def answer(args: argparse.Namespace) -> dict[str, Any]:
         "cpu_bytes_to_use": 1 << 29,
         "secondary_tiers": [tier],
     }
-    connector = KVTransferConfig(
-        kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra
-    )
+    connector = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
     llm = LLM(
         args.model,
         dtype="bfloat16",

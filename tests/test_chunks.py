@@ -44,7 +44,14 @@ def test_fold_keeps_hashes_and_tells_what_is_beside_them() -> None:
 
 @pytest.mark.parametrize(
     ("size", "pieces", "shift"),
-    [(8192, (), 0), (8192, (), 8), (5000, (), 0), (12288, (8192, 4096), 0), (12288, (8192, 4096), 8), (300, (100, 200), 0)],
+    [
+        (8192, (), 0),
+        (8192, (), 8),
+        (5000, (), 0),
+        (12288, (8192, 4096), 0),
+        (12288, (8192, 4096), 8),
+        (300, (100, 200), 0),
+    ],
 )
 def test_bytes_are_right_after_a_restart(tmp_path: Path, size: int, pieces: tuple[int, ...], shift: int) -> None:
     told = options(tmp_path, size=size, pieces=pieces)
@@ -96,7 +103,10 @@ def test_sizes_out_of_range_are_refused(tmp_path: Path, size: int) -> None:
 
 def test_the_oldest_give_way_but_what_is_touched_or_loaded_stays(tmp_path: Path) -> None:
     gone: list[bytes] = []
-    store, memory = ChunkStore(options(tmp_path, num=20), lambda left: gone.extend(left.tolist())), Memory(30, SIZE, seed=2)
+    store, memory = (
+        ChunkStore(options(tmp_path, num=20), lambda left: gone.extend(left.tolist())),
+        Memory(30, SIZE, seed=2),
+    )
     named = keys(30)
     store.store(named[:20], memory.addresses[:20])
     store.touch(named[:3])
@@ -150,7 +160,9 @@ def test_a_failing_disk_ends_every_transfer_and_later_recovers(tmp_path: Path) -
     store, memory, named = ChunkStore(options(tmp_path, num=40)), Memory(30, SIZE, seed=5), keys(30)
     store.store(named[:10], memory.addresses[:10])
     disk = break_disk(store)
-    begun = [store.submit(Transfer(STORE, named[10 + i : 11 + i], memory.addresses[10 + i : 11 + i])) for i in range(10)]
+    begun = [
+        store.submit(Transfer(STORE, named[10 + i : 11 + i], memory.addresses[10 + i : 11 + i])) for i in range(10)
+    ]
     begun.append(store.submit(Transfer(LOAD, named[:10], memory.addresses[:10])))
     store.drain()
     assert all(one.done and not one.is_good and (one.statuses == FAILED).all() for one in begun)
@@ -335,7 +347,9 @@ class ChunkMachine(RuleBasedStateMachine):
             assert status == (OK if row in self.known else MISSING)
             if status == OK:
                 for number, one in enumerate(self.memory):
-                    wanted = np.random.default_rng([self.known[row], number]).integers(0, 256, one.rows.shape[1], np.uint8)
+                    wanted = np.random.default_rng([self.known[row], number]).integers(
+                        0, 256, one.rows.shape[1], np.uint8
+                    )
                     assert (one.rows[row] == wanted).all()
 
     @rule(row=st.integers(0, 9))

@@ -123,11 +123,14 @@ def class_text(
         elif isinstance(item, ast.Assign) and "Enum" in bases:
             body.append(ast.unparse(item))
         elif isinstance(item, ast.FunctionDef) and (methods is None or item.name in methods):
-            if not any(ast.unparse(one) == "overload" for one in item.decorator_list) or item.name not in str(body):
+            is_further = any(ast.unparse(one) == "overload" for one in item.decorator_list) and item.name in str(body)
+            if not is_further:
                 body.append(function_text(item, engine, f"{node.name}.{item.name}", ours))
     if own := engine.bodies.get(node.name):
         body.append(own)
-    head = "".join(f"@{one}\n" for one in decorators) + f"class {node.name}" + (f"({', '.join(bases)})" if bases else "")
+    head = (
+        "".join(f"@{one}\n" for one in decorators) + f"class {node.name}" + (f"({', '.join(bases)})" if bases else "")
+    )
     return f"{head}:\n{textwrap.indent(chr(10).join(body) or 'pass', '    ')}", set(bases)
 
 

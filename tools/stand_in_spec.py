@@ -82,8 +82,10 @@ VLLM = Engine(
             "self._block_size_bytes = primary_kv_view.strides[0]"
         ),
         "SecondaryTierManager.block_size_bytes": "return self._block_size_bytes",
-        "OffloadingConnectorStats.increase_counter": "self.data[metric_name] = self.data.get(metric_name, 0) + value",
-        "OffloadingConnectorStats.set_gauge": "self.data[metric_name] = value",
+        "OffloadingConnectorStats.increase_counter": (
+            "self.data[counter_name] = self.data.get(counter_name, 0) + counter_increase_value"
+        ),
+        "OffloadingConnectorStats.set_gauge": "self.data[gauge_name] = gauge_value",
         "OffloadingConnectorStats.is_empty": "return not self.data",
     },
 )
@@ -115,7 +117,9 @@ LMCACHE = Engine(
     "lmcache",
     "0.5.6",
     {
-        "lmcache.lmcache_native": Module({"Bitmap": ("__init__", "batched_set", "test", "popcount", "get_indices_list")}),
+        "lmcache.lmcache_native": Module(
+            {"Bitmap": ("__init__", "batched_set", "test", "popcount", "get_indices_list")}
+        ),
         "lmcache.v1.distributed.api": Module(
             {
                 "EncodedObjectKey": (),
@@ -127,7 +131,9 @@ LMCACHE = Engine(
         "lmcache.v1.distributed.internal_api": Module(
             {"L2StoreResult": ("__new__", "is_successful", "bytes_transferred")}
         ),
-        "lmcache.v1.distributed.l2_adapters.base": Module({"AdapterUsage": ("usage_fraction",), "L2AdapterInterface": None}),
+        "lmcache.v1.distributed.l2_adapters.base": Module(
+            {"AdapterUsage": ("usage_fraction",), "L2AdapterInterface": None}
+        ),
         "lmcache.v1.platform": Module(
             {"EventNotifier": ("fileno", "notify", "consume", "close")},
             ("create_event_notifier",),
@@ -159,9 +165,7 @@ LMCACHE = Engine(
         "L2AdapterInterface._notify_keys_stored": (
             "self._count(keys, sizes, 1)\nfor one in self._listeners:\n    one.on_l2_keys_stored(keys, sizes)"
         ),
-        "L2AdapterInterface._notify_keys_accessed": (
-            "for one in self._listeners:\n    one.on_l2_keys_accessed(keys)"
-        ),
+        "L2AdapterInterface._notify_keys_accessed": ("for one in self._listeners:\n    one.on_l2_keys_accessed(keys)"),
         "L2AdapterInterface._notify_keys_deleted": (
             "self._count(keys, sizes, -1)\nfor one in self._listeners:\n    one.on_l2_keys_deleted(keys)"
         ),
@@ -176,9 +180,7 @@ LMCACHE = Engine(
             "        for key, size in zip(keys, sizes, strict=True):\n"
             "            self._bytes[key.cache_salt] = self._bytes.get(key.cache_salt, 0) + sign * size"
         ),
-        "EventNotifier": (
-            "def __init__(self):\n    self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)"
-        ),
+        "EventNotifier": ("def __init__(self):\n    self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)"),
         "EventNotifier.fileno": "return self._fd",
         "EventNotifier.notify": "os.eventfd_write(self._fd, 1)",
         "EventNotifier.consume": "with contextlib.suppress(BlockingIOError):\n    os.eventfd_read(self._fd)",

@@ -324,8 +324,10 @@ class KvtideStorage(HiCacheStorage):
     def get_stats(self) -> Any:
         if not self._config.enable_storage_metrics:
             return None
-        from sglang.srt.observability.metrics_collector import StorageMetrics
-
+        try:
+            from sglang.srt.observability.metrics_collector import StorageMetrics
+        except ImportError:  # it needs more than a server without metrics has
+            return None
         moved, self._moved = self._moved, {"load": [], "store": []}
         return StorageMetrics(
             prefetch_pgs=[num for num, _ in moved["load"]],

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NewType
 
 class Bitmap:
     def __init__(self, size: int) -> None:
-        self._bits = [index < prefix_bits for index in range(size)]
+        self._bits = [False] * size
     def batched_set(self, indices: Sequence[int]) -> None:
         for index in indices:
             self._bits[index] = True

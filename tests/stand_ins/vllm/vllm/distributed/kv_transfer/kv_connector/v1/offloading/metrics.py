@@ -18,6 +18,6 @@ class OffloadingConnectorStats(KVConnectorStats):
     def is_empty(self) -> bool:
         return not self.data
     def increase_counter(self, counter_name: str, counter_increase_value: int | float=1, labelvalues: tuple[str, ...]=()) -> None:
-        self.data[metric_name] = self.data.get(metric_name, 0) + value
+        self.data[counter_name] = self.data.get(counter_name, 0) + counter_increase_value
     def set_gauge(self, gauge_name: str, gauge_value: int | float, labelvalues: tuple[str, ...]=()) -> None:
-        self.data[metric_name] = value
+        self.data[gauge_name] = gauge_value
