@@ -41,6 +41,9 @@ test-engines: $(ENGINES)/.installed
 	LMCACHE_LOG_LEVEL=ERROR $(ENGINES)/bin/python -m pytest --override-ini filterwarnings= $(ENGINE_TESTS)
 	$(ENGINES)/bin/python examples/sglang_storage.py
 	$(ENGINES)/bin/python examples/lmcache_adapter.py
+	scratch=$$(mktemp -d); $(ENGINES)/bin/lmcache bench l2 --no-skip-verify --rounds 2 --l2-adapter "{\"type\": \"plugin\", \
+		\"module_path\": \"kvtide.integrations.lmcache\", \"class_name\": \"KvtideL2Adapter\", \"adapter_params\": \
+		{\"directory\": \"$$scratch\", \"capacity\": \"256MiB\"}}"; status=$$?; rm -rf $$scratch; exit $$status
 
 VLLM := .venv-vllm
 VLLM_MODEL := .kvtide/vllm-model

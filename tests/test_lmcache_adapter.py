@@ -59,6 +59,19 @@ def names(num: int, **changed: Any) -> list[ObjectKey]:
     return [ObjectKey(digest, **told) for digest in engines.digests(num)]
 
 
+class Single(Object):
+    """An object that knows one shape only."""
+
+    def get_shapes(self) -> list[torch.Size]:
+        raise AssertionError
+
+    def get_shape(self) -> torch.Size:
+        return self._shape
+
+    def get_dtype(self) -> torch.dtype:
+        return self._dtype
+
+
 class Listener:
     """Counts what an adapter tells."""
 
@@ -303,6 +316,15 @@ def test_delete_and_list(tmp_path: Path) -> None:
     assert len(one.list_l2_keys(model_name="other").entries) == 3
     with pytest.raises(ValueError, match="page_size"):
         one.list_l2_keys(page_size=0)
+    one.close()
+
+
+def test_an_object_of_one_shape_is_of_the_same_form(tmp_path: Path) -> None:
+    one, some, into = made(tmp_path), objects(2, seed=15), objects(2)
+    single = [Single(SHAPE, torch.bfloat16, each.row, each.data_ptr) for each in some]
+    assert store(one, names(2), single).is_successful()
+    assert load(one, names(2), into) == [0, 1]
+    assert all((before.row == after.row).all() for before, after in zip(some, into, strict=True))
     one.close()
 
 

@@ -45,7 +45,10 @@ def keys_of(keys: Sequence[ObjectKey]) -> KeyArray:
 
 def form_of(memory: Any) -> Kind:
     """Return the form of a `MemoryObj`: its dtypes, shapes and format, and the bytes these take."""
-    shapes, dtypes = memory.get_shapes(), memory.get_dtypes()
+    try:
+        shapes, dtypes = memory.get_shapes(), memory.get_dtypes()
+    except AssertionError:  # LMCache's way to say that it knows one only
+        shapes, dtypes = [memory.get_shape()], [memory.get_dtype()]
     num_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
     parts = [f"{dtype} {'x'.join(map(str, shape))}" for shape, dtype in zip(shapes, dtypes, strict=True)]
     text = f"{', '.join(parts)}; {getattr(memory.get_memory_format(), 'name', '')}"
