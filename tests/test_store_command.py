@@ -17,6 +17,7 @@ import pytest
 from kvhelp import open_small, small_identity, small_layout
 from kvtide import ConfigError, IoError, cli, cli_store
 from kvtide.blocks import KEY
+from kvtide.chunks import ChunkOptions, ChunkStore
 from kvtide.io.ops import PAGE_BYTES, address_of, aligned_buffer
 from kvtide.tiers import verify as verify_module
 from kvtide.tiers.contract import GroupRecords
@@ -543,3 +544,13 @@ def test_format_age(age_s, words):
 def test_library_faces_take_paths(root):
     assert [info.digest for info in list_namespaces(Path(root), prefix=DIGEST[:4], clock=lambda: 0)] == [DIGEST]
     assert list_namespaces(root, clock=lambda: 0)[0].age_s == 0
+
+
+def test_ls_tells_the_facts_of_an_engines_chunks(kvtide, tmp_path):
+    facts = {"engine": "one 1.0", "kind": "kv", "salt": ""}
+    ChunkStore(ChunkOptions(tmp_path, 1 << 20, 12288, "some model", facts, piece_bytes=(8192, 4096))).close()
+    _, shown, _ = kvtide("ls", tmp_path)
+    assert "12 KiB each in 2 pieces" in shown
+    assert "one 1.0" in shown
+    assert "salt" not in shown
+    assert "fp8" not in shown

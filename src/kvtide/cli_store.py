@@ -176,6 +176,12 @@ def _print_info(info: NamespaceInfo, console: Console) -> None:
 
 
 def _identity_words(identity: Identity) -> list[tuple[str, str]]:
+    if identity.facts:  # chunks of another engine: what the other fields say means nothing for them
+        sizes = [layer[1] for layer in identity.layers]
+        pieces = f" in {len(sizes)} pieces" if len(sizes) > 1 else ""
+        rows = [("model", identity.model), ("chunks", f"{format_bytes(sum(sizes))} each{pieces}")]
+        rows.append(("weights", identity.weights_digest[:16]))
+        return [*rows, *((name, told) for name, told in identity.facts if told)]
     cut = "" if identity.split == "none" else f", split by {identity.split}"
     rank = "" if identity.tp_size == 1 else f", rank {identity.tp_rank} of {identity.tp_size}"
     rows = [

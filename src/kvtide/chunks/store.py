@@ -3,83 +3,34 @@
 Look-ups ask memory alone and never wait. Bytes move on the worker: loads before stores, what waits in the queue is
 moved together, so that many small jobs reach the drive as a few large operations. Where chunks are whole pages and lie
 on page boundaries they move straight from and to the engine's memory; else through a buffer of our own.
-Next: kvtide.integrations.
+Next: several.
 """
 
 from __future__ import annotations
 
 import collections
-import ctypes
-import errno
-import hashlib
 import itertools
 import logging
 import threading
-from collections.abc import KeysView, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtide.blocks import KEY, KeyArray
+from kvtide.chunks.bounce import Addresses, Bounce
+from kvtide.chunks.options import ChunkOptions
 from kvtide.chunks.transfer import LOAD, STORE, Kind, Transfer
-from kvtide.errors import ConfigError, IoError
+from kvtide.errors import IoError
 from kvtide.evict import Lru
-from kvtide.io.ops import PAGE_BYTES, address_of, aligned_buffer
-from kvtide.spec import Dtype, Identity, Layout, SlotLayout
-from kvtide.tiers.contract import FAILED, OK, READ_REQUEST, GroupRecords, Statuses
-from kvtide.tiers.namespace import OpenNamespace, open_namespace
-from kvtide.units import format_bytes
+from kvtide.tiers.contract import FAILED, FULL, OK, READ_REQUEST, GroupRecords, Statuses
+from kvtide.tiers.namespace import open_namespace
 
 BATCH_BYTES = 32 << 20  # moved at once: keeps any drive busy, and a load waits for no more than this of a store
-_CHUNK_BYTES_MAX = 1 << 30
+PINNED_SHARE = 0.5  # of the chunks there is room for: the rest can always give way to new ones
+_TOUCHES_MAX = 1024  # calls of `touch` that wait for the worker; older ones are forgotten
 _log = logging.getLogger("kvtide.chunks")
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkOptions:
-    """Where chunks lie and how many. `facts` are what the bytes depend on: chunks of other facts are never found.
-
-    A store has one owner. Of several processes with equal facts each gets a store of its own, up to `replicas_max`, and
-    each may fill `capacity_bytes`.
-    """
-
-    directory: Path
-    capacity_bytes: int
-    chunk_bytes: int
-    model: str
-    facts: Mapping[str, str] = field(default_factory=dict)
-    weights_digest: str = ""
-    engine: str = "auto"
-    replicas_max: int = 8
-
-    def identity(self, replica: int = 0) -> Identity:
-        """Return the identity of these chunks, as of KV of one layer and one token.
-
-        Raises: ConfigError for sizes out of range.
-        """
-        if not 1 <= self.chunk_bytes <= _CHUNK_BYTES_MAX:
-            raise ConfigError(
-                f"chunks of {self.chunk_bytes} bytes; 1 byte to {format_bytes(_CHUNK_BYTES_MAX)} are kept"
-            )
-        facts = dict(self.facts) | ({"replica": str(replica)} if replica else {})
-        return Identity(
-            model=self.model,
-            weights_digest=self.weights_digest or hashlib.sha256(self.model.encode()).hexdigest(),
-            tokenizer_digest="0" * 64,
-            revision="",
-            adapter="",
-            rope=(),
-            dtype=Dtype.FP8_E4M3,
-            layout=Layout.LAYER_MAJOR,
-            block_tokens=1,
-            group_blocks=1,
-            tp_rank=0,
-            tp_size=1,
-            layers=((0, self.chunk_bytes, 0, 1, 0),),
-            facts=tuple(sorted((name, told[:256]) for name, told in facts.items())),
-        )
 
 
 @dataclass(slots=True)
@@ -97,30 +48,52 @@ class ChunkCounts:
 class ChunkStore:
     """Chunks by key.
 
+    `on_gone` is called on the worker's thread with the keys of chunks that left without being dropped: given up for
+    newer ones, or found unreadable or corrupt. It must not wait for the store.
     Threads: any may call.
     Raises: ConfigError, FormatError, IoError as `open_namespace` does.
     """
 
-    def __init__(self, options: ChunkOptions) -> None:
-        layout = SlotLayout(options.identity().shape(), block_tokens=1, group_blocks=1)
-        self._space = _open(options, layout)
-        self.layout, self.counts, self.path = layout, ChunkCounts(), self._space.path
-        self.chunk_bytes = options.chunk_bytes
-        self._tier = self._space.tier
-        self._lru = Lru(self._tier.num_slots)
-        self._lru.admit(self._tier.slots_of(self._tier.inventory().keys))
-        self._touched: collections.deque[KeyArray] = collections.deque()
-        self._bounce = np.empty(0, np.uint8)
+    def __init__(self, options: ChunkOptions, on_gone: Callable[[KeyArray], object] | None = None) -> None:
+        self._options, self._identity, self._on_gone = options, options.identity(), on_gone
+        self.layout, self.counts, self.chunk_bytes = options.slot_layout(), ChunkCounts(), options.chunk_bytes
+        self._bounce = Bounce(self.layout, options.pieces())
+        self._open(options.capacity_bytes)
+        self.path = self._space.path
+        self._touched: collections.deque[KeyArray] = collections.deque(maxlen=_TOUCHES_MAX)
+        self._pins: collections.Counter[bytes] = collections.Counter()
+        self._pins_lock = threading.Lock()
+        self._actions: collections.deque[Callable[[], object]] = collections.deque()
         self._queues: dict[Kind, collections.deque[Transfer]] = {LOAD: collections.deque(), STORE: collections.deque()}
         self._ready = threading.Condition()
         self._num_open, self._is_closed = 0, False
         self._worker = threading.Thread(target=self._run, name="kvtide-chunks", daemon=True)
         self._worker.start()
 
+    def _open(self, capacity_bytes: int) -> None:
+        options = self._options
+        self._space = open_namespace(
+            options.directory,
+            self._identity,
+            self.layout,
+            capacity_bytes=capacity_bytes,
+            engine=options.engine,
+            gap_bytes_max=self.layout.header_bytes,
+            is_packed=True,
+        )
+        self._tier = self._space.tier
+        self._lru = Lru(self._tier.num_slots)
+        self._lru.admit(self._tier.slots_of(self._tier.inventory().keys))
+
     @property
     def num_chunks(self) -> int:
         """Chunks there are."""
         return self._tier.stats().num_groups
+
+    @property
+    def num_chunks_max(self) -> int:
+        """Chunks there is room for."""
+        return self._tier.num_slots
 
     @property
     def used_bytes(self) -> int:
@@ -132,39 +105,77 @@ class ChunkStore:
         """Transfers that are not done."""
         return self._num_open
 
+    @property
+    def num_pinned(self) -> int:
+        """Chunks that are not given up."""
+        return len(self._pins)
+
+    def keys(self) -> KeyArray:
+        """Return the keys of all chunks, oldest first. Waits for what moves. Shapes: returns [n]."""
+        found: list[KeyArray] = []
+        self._between(lambda: found.append(self._tier.inventory().keys))
+        return found[0]
+
     def has(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
         """Say which chunks can be loaded. Never waits. Shapes: keys [n]; returns [n]."""
         return self._tier.lookup(keys)
 
-    @property
-    def held(self) -> KeysView[bytes]:
-        """Keys of the chunks that can be loaded, as `fold_one` makes them. To ask what is in it never waits."""
-        return self._tier.held
+    def has_one(self, key: bytes) -> bool:
+        """Say whether one chunk can be loaded; `key` is 32 bytes of `fold`. Never waits."""
+        return self._tier.has_one(key)
 
     def touch(self, keys: KeyArray) -> None:
         """Note that chunks are wanted, so that they are given up last. Never waits."""
         self._touched.append(keys)
 
+    def pin(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
+        """Keep chunks from being given up for others until `unpin` was called as often; say which are there and kept.
+
+        At most `PINNED_SHARE` of the chunks there is room for are kept: of more, it says no. A pinned chunk that cannot
+        be read is still forgotten. Never waits for the drive. Shapes: keys [n]; returns [n].
+        """
+        num_max = max(1, int(PINNED_SHARE * self._tier.num_slots))
+        with self._pins_lock:
+            kept = self._tier.lookup(keys)
+            for row in np.flatnonzero(kept).tolist():
+                key = keys[row].tobytes()
+                if key in self._pins or len(self._pins) < num_max:
+                    self._pins[key] += 1
+                else:
+                    kept[row] = False
+        return kept
+
+    def unpin(self, keys: KeyArray) -> None:
+        """Undo one `pin` of each key; of keys that are not pinned, nothing. Never waits for the drive."""
+        with self._pins_lock:
+            for key in keys.tolist():
+                if self._pins[key] > 1:
+                    self._pins[key] -= 1
+                else:
+                    del self._pins[key]
+
     def submit(self, transfer: Transfer) -> Transfer:
         """Begin to move chunks between the store and memory. Never waits.
 
-        At each of the transfer's addresses lie `chunk_bytes`.
+        At each of the transfer's addresses lies one piece of a chunk, all of it where chunks have one piece.
         Raises: IoError after `close`.
         """
         with self._ready:
-            if self._is_closed:
-                raise IoError(0, f"the store {self.path} is closed; open it again")
-            self._num_open += 1
-            self._queues[transfer.kind].append(transfer)
-            self._ready.notify_all()
+            self._check_open()
+            if len(transfer.keys):
+                self._num_open += 1
+                self._queues[transfer.kind].append(transfer)
+                self._ready.notify_all()
+                return transfer
+        transfer.finish()
         return transfer
 
-    def store(self, keys: KeyArray, addresses: npt.NDArray[np.uint64]) -> Statuses:
-        """Write chunks and wait; return what became of each. Shapes: [n] each."""
+    def store(self, keys: KeyArray, addresses: Addresses) -> Statuses:
+        """Write chunks and wait; return what became of each. Shapes: [n], [n] or [n, P]; returns [n]."""
         return self._now(Transfer(STORE, keys, addresses))
 
-    def load(self, keys: KeyArray, addresses: npt.NDArray[np.uint64]) -> Statuses:
-        """Read chunks and wait; return what became of each. Shapes: [n] each."""
+    def load(self, keys: KeyArray, addresses: Addresses) -> Statuses:
+        """Read chunks and wait; return what became of each. Shapes: [n], [n] or [n, P]; returns [n]."""
         return self._now(Transfer(LOAD, keys, addresses))
 
     def _now(self, transfer: Transfer) -> Statuses:
@@ -172,12 +183,15 @@ class ChunkStore:
         return transfer.statuses
 
     def drop(self, keys: KeyArray) -> None:
-        """Forget chunks, when nothing moves."""
-        with self._ready:
-            self._ready.wait_for(lambda: not self._num_open)
-            slots = self._tier.slots_of(keys)
-            self._lru.forget(slots[slots >= 0])
-            self._tier.drop(keys)
+        """Forget chunks, and wait until that is done, between two batches of what moves."""
+        self._between(lambda: self._forget(keys))
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Let the file have `capacity_bytes`, and wait for it; chunks that lie beyond are given up.
+
+        Raises: ConfigError or IoError of `open_namespace`; the store then goes on as it was.
+        """
+        self._between(lambda: self._reopen(capacity_bytes))
 
     def drain(self) -> None:
         """Return when every transfer is done."""
@@ -192,16 +206,44 @@ class ChunkStore:
         self._worker.join()
         self._space.close()
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise IoError(0, f"the store {self._space.path} is closed; open it again")
+
+    def _between(self, action: Callable[[], object]) -> None:
+        """Run `action` on the worker, between batches, and wait for it; pass on what it raises."""
+        done, raised = threading.Event(), []
+
+        def run() -> None:
+            try:
+                action()
+            except BaseException as error:  # raised where it was asked for
+                raised.append(error)
+            finally:
+                done.set()
+
+        with self._ready:
+            self._check_open()
+            self._actions.append(run)
+            self._ready.notify_all()
+        done.wait()
+        if raised:
+            raise raised[0]
+
     # The worker
 
     def _run(self) -> None:
         while True:
             with self._ready:
-                self._ready.wait_for(lambda: self._is_closed or any(self._queues.values()))
-                if not any(self._queues.values()):
+                self._ready.wait_for(lambda: self._is_closed or self._actions or any(self._queues.values()))
+                actions, self._actions = self._actions, collections.deque()
+                if not actions and not any(self._queues.values()):
                     return
-                taken = self._take()
-            self._move(taken)
+                taken = [] if actions else self._take()
+            for action in actions:
+                action()
+            if taken:
+                self._move(taken)
 
     def _take(self) -> list[tuple[Transfer, slice]]:
         """Return what to move next, all of one kind: loads if there are any."""
@@ -221,6 +263,7 @@ class ChunkStore:
         keys = np.concatenate([transfer.keys[rows] for transfer, rows in taken])
         addresses = np.concatenate([transfer.addresses[rows] for transfer, rows in taken])
         try:
+            self._note_touches()
             statuses = (self._load if taken[0][0].kind == LOAD else self._store)(keys, addresses)
         except Exception as error:  # the engine goes on without these chunks
             _log.warning("kvtide: %d chunks were given up: %s", len(keys), error)
@@ -240,23 +283,31 @@ class ChunkStore:
             self._num_open -= 1
             self._ready.notify_all()
 
-    def _load(self, keys: KeyArray, addresses: npt.NDArray[np.uint64]) -> Statuses:
-        own = self._bounced(addresses)
-        requests = np.zeros(len(keys), READ_REQUEST)
-        requests["row"], requests["address"] = np.arange(len(keys)), addresses if own is None else own
+    def _load(self, keys: KeyArray, addresses: Addresses) -> Statuses:
+        bounced = self._bounce.needed(addresses)
+        at = self._bounce.lend(len(keys)) if bounced else addresses
+        num_fragments = at.shape[1]
+        requests = np.zeros(at.size, READ_REQUEST)
+        requests["row"] = np.repeat(np.arange(len(keys)), num_fragments)
+        requests["fragment"] = np.tile(np.arange(num_fragments), len(keys))
+        requests["address"] = at.ravel()
         slots = self._tier.slots_of(keys)
-        statuses = self._tier.read(keys, requests, cause="restore")
+        statuses = self._tier.read(keys, requests, cause="restore").reshape(at.shape).max(axis=1)
         good = statuses == OK
         self._tier.drop(keys[statuses == FAILED])  # or the engine would ask for them for ever
-        self._lru.forget(slots[~good & (slots >= 0)])
+        lost = ~good & (slots >= 0)
+        self._lru.forget(slots[lost])
         self._lru.touch(slots[good])
-        if own is not None:
-            self._copy(own[good], addresses[good])
+        if bounced:
+            self._bounce.empty(np.flatnonzero(good), addresses[good])
         self.counts.loaded += int(good.sum())
         self.counts.missed += int((~good).sum())
+        if lost.any():
+            _log.warning("kvtide: %d chunks were corrupt or could not be read, and are forgotten", int(lost.sum()))
+            self._tell_gone(keys[lost])
         return statuses
 
-    def _store(self, keys: KeyArray, addresses: npt.NDArray[np.uint64]) -> Statuses:
+    def _store(self, keys: KeyArray, addresses: Addresses) -> Statuses:
         statuses = np.full(len(keys), OK, np.uint8)
         is_new = ~self._tier.lookup(keys)
         place = {key: row for row, key in enumerate(keys.tolist())}  # of one key named twice, once is enough
@@ -264,72 +315,70 @@ class ChunkStore:
         is_last[list(place.values())] = True
         rows = np.flatnonzero(is_new & is_last)
         self.counts.known += len(keys) - len(rows)
+        self._lru.touch(self._tier.slots_of(keys[~is_new]))
         if not len(rows):
             return statuses
         self._make_room(len(rows))
         at = addresses[rows]
-        own = self._bounced(at)
-        if own is not None:
-            self._copy(at, own)
-        records = _records(keys[rows])
-        wrote = self._tier.write(records, (at if own is None else own)[:, None], cause="demote")
+        if self._bounce.needed(at):
+            at = self._bounce.lend(len(rows))
+            self._bounce.fill(addresses[rows])
+        wrote = self._tier.write(_records(keys[rows]), at, cause="demote")
         statuses[rows] = wrote
         statuses[is_new & ~is_last] = np.where(self._tier.lookup(keys[is_new & ~is_last]), OK, FAILED)
+        statuses[~is_new] = np.where(self._tier.lookup(keys[~is_new]), OK, FULL)  # some may have given way just now
         self._lru.admit(self._tier.slots_of(keys[rows[wrote == OK]]))
         self.counts.stored += int((wrote == OK).sum())
         return statuses
 
-    def _make_room(self, num: int) -> None:
-        """Give up the chunks that were not used for the longest time, until `num` fit."""
+    # What stays
+
+    def _note_touches(self) -> None:
         while self._touched:
             slots = self._tier.slots_of(self._touched.popleft())
             self._lru.touch(slots[slots >= 0])
+
+    def _make_room(self, num: int) -> None:
+        """Give up the chunks that were not used for the longest time and are not pinned, until `num` fit."""
         num_free = self._tier.num_slots - self._tier.stats().num_groups
-        if num > num_free:
-            victims = self._lru.victims(num - num_free, self._tier.table.used)
+        if num <= num_free:
+            return
+        with self._pins_lock:  # what is pinned from here on is found to be gone
+            evictable = self._tier.table.used.copy()
+            slots = self._tier.slots_of(np.frombuffer(b"".join(self._pins), KEY))
+            evictable[slots[slots >= 0]] = False
+            victims = self._lru.victims(num - num_free, evictable)
+            keys = self._tier.table.keys[victims].copy()
             self._lru.forget(victims)
-            self._tier.drop(self._tier.table.keys[victims])
-            self.counts.evicted += len(victims)
+            self._tier.drop(keys)
+        self.counts.evicted += len(keys)
+        self._tell_gone(keys)
 
-    # Memory that direct I/O cannot use
+    def _forget(self, keys: KeyArray) -> None:
+        slots = self._tier.slots_of(keys)
+        self._lru.forget(slots[slots >= 0])
+        self._tier.drop(keys)
 
-    def _bounced(self, addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64] | None:
-        """Return addresses of our own to use instead; None where the engine's will do."""
-        if self.chunk_bytes % PAGE_BYTES == 0 and not (addresses % PAGE_BYTES).any():
-            return None
-        step = self.layout.fragment_padded_bytes[0]
-        if len(self._bounce) < step * len(addresses):
-            self._bounce = aligned_buffer(step * len(addresses))
-        return np.arange(len(addresses), dtype=np.uint64) * np.uint64(step) + np.uint64(address_of(self._bounce))
-
-    def _copy(self, sources: npt.NDArray[np.uint64], targets: npt.NDArray[np.uint64]) -> None:
-        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-            ctypes.memmove(target, source, self.chunk_bytes)
-
-
-def _open(options: ChunkOptions, layout: SlotLayout) -> OpenNamespace:
-    """Open the first store of these facts that no other process owns.
-
-    Raises: IoError(EBUSY) if every one is owned; what `open_namespace` raises.
-    """
-    for replica in range(options.replicas_max):
+    def _reopen(self, capacity_bytes: int) -> None:
+        before = self._tier.inventory().keys
+        self._space.close()
         try:
-            space = open_namespace(
-                options.directory,
-                options.identity(replica),
-                layout,
-                capacity_bytes=options.capacity_bytes,
-                engine=options.engine,
-                gap_bytes_max=layout.header_bytes,
-                is_packed=True,
-            )
-        except IoError as error:
-            if error.errno != errno.EBUSY or replica == options.replicas_max - 1:
-                raise
-            _log.info("kvtide: %s; this process takes a store of its own", error)
-        else:
-            return space
-    raise ConfigError(f"replicas_max is {options.replicas_max}; 1 or more are needed")
+            self._open(capacity_bytes)
+        except BaseException:
+            self._open(self._options.capacity_bytes)
+            raise
+        self._options = replace(self._options, capacity_bytes=capacity_bytes)
+        gone = before[~self._tier.lookup(before)]
+        self.counts.evicted += len(gone)
+        self._tell_gone(gone)
+
+    def _tell_gone(self, keys: KeyArray) -> None:
+        if self._on_gone is None or not len(keys):
+            return
+        try:
+            self._on_gone(keys)
+        except Exception:  # as of a transfer's callback
+            _log.exception("kvtide: the engine's answer to chunks that left failed")
 
 
 def _records(keys: KeyArray) -> GroupRecords:

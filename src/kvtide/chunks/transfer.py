@@ -23,9 +23,10 @@ LOAD: Kind = "load"
 class Transfer:
     """Chunks on their way. `statuses` are those of `tiers.contract`; they are right once `done`.
 
-    `on_done` is called on the worker's thread. `began_ns` and `ended_ns` are of `time.perf_counter_ns`; the first is 0
-    until bytes begin to move.
-    Shapes: keys, addresses, statuses [n]. The memory at `addresses` must stay as it is until the transfer is done.
+    `on_done` is called on the worker's thread, or at once where there are no keys. `began_ns` and `ended_ns` are of
+    `time.perf_counter_ns`; the first is 0 until bytes begin to move.
+    Shapes: keys, statuses [n]; addresses [n, P], one a piece of each chunk; [n] is taken for [n, 1]. The memory at
+    `addresses` must stay as it is until the transfer is done.
     """
 
     kind: Kind
@@ -40,6 +41,7 @@ class Transfer:
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
+        self.addresses = self.addresses.reshape(len(self.keys), -1 if len(self.keys) else 1)
         self.statuses = np.full(len(self.keys), FAILED, np.uint8)
         self.num_left = len(self.keys)
 

@@ -33,6 +33,7 @@ from kvtide.tiers.namespace import (
 )
 from kvtide.tiers.owner import locked
 
+NAMES = "names.jsonl"  # what a plug-in calls the chunks it keeps
 # In the order they are deleted: whatever is left of an interrupted drop opens as an empty namespace.
 OUR_FILES = (
     "checkpoint.kvt",
@@ -40,6 +41,8 @@ OUR_FILES = (
     "data.kvt",
     "pace.json",
     "pace.json.partial",
+    NAMES,
+    f"{NAMES}.partial",
     "identity.json.partial",
     "identity.json",
     "owner.lock",

@@ -37,7 +37,7 @@ class CpuTieringSpec(TieringOffloadingSpec):
 
 
 class _CopyingWorker(OffloadingWorker):
-    """Copies blocks. Shapes: a tensor is [blocks, page] in the cache, [chunks, blocks a chunk, page] in the region."""
+    """Copies blocks. Shapes: [blocks, page] in the cache, [chunks, blocks a chunk, page] in the region."""
 
     def __init__(self, kv_caches: Any, blocks_per_chunk: int, region: SharedOffloadRegion) -> None:
         self._region, self._per_chunk = region, blocks_per_chunk

@@ -9,15 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-from pathlib import Path
 from typing import Any
 
-from kvtide.errors import ConfigError
 from kvtide.integrations.vllm.versions import check_version
-from kvtide.modelfiles import weights_digest
-
-_log = logging.getLogger("kvtide.vllm")
 
 
 def facts_of(spec: Any, salt: str) -> dict[str, str]:
@@ -27,6 +21,8 @@ def facts_of(spec: Any, salt: str) -> dict[str, str]:
     ranks = {name: getattr(parallel, name, 1) for name in ("tp_size", "pp_size", "pcp_size", "dcp_size", "rank")}
     if parallel.is_parallelism_agnostic or config.replicated_layout:
         ranks = {"any": 1}  # the bytes are the same for all
+    if getattr(parallel, "data_parallel_size", 1) > 1:
+        ranks["data_parallel_index"] = parallel.data_parallel_index  # a store has one owner, so each its own
     groups = [(group.tokens_per_block, list(group.layer_names)) for group in config.groups]
     return {
         "engine": f"vllm {check_version()}",
@@ -34,22 +30,11 @@ def facts_of(spec: Any, salt: str) -> dict[str, str]:
         "ranks": json.dumps(ranks, sort_keys=True),
         "cache": f"{config.cache.tokens_per_hash} tokens a hash, {spec.blocks_per_chunk} blocks a chunk",
         "groups": hashlib.sha256(json.dumps(groups).encode()).hexdigest(),
-        "layout": f"{config.kv_cache_layout}, canonical {config.canonical_layout}, one copy {config.replicated_layout}",
+        "layout": f"{config.kv_cache_layout}, canonical {config.canonical_layout}, "
+        f"replicated {config.replicated_layout}",
         "model config": _model_config(),
         "salt": hashlib.sha256(salt.encode()).hexdigest() if salt else "",
     }
-
-
-def digest_of_weights(name: str) -> str:
-    """Return the digest of the weights of model `name`; of its name alone, with a warning, where they are not found."""
-    folder = Path(name)
-    if not folder.exists():
-        folder = _downloaded(name)
-    try:
-        return weights_digest(folder)
-    except ConfigError as error:
-        _log.warning("kvtide: weights of %s are told apart by name alone: %s", name, error)
-        return hashlib.sha256(name.encode()).hexdigest()
 
 
 def _model_config() -> str:
@@ -58,13 +43,3 @@ def _model_config() -> str:
 
     config = get_current_vllm_config_or_none()
     return "" if config is None else str(config.model_config.compute_hash())
-
-
-def _downloaded(name: str) -> Path:
-    """Return where the hub's library keeps model `name` here."""
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(name, local_files_only=True))
-    except Exception:  # not downloaded, or no such library: weights_digest says that there are none
-        return Path(name)

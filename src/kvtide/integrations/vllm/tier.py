@@ -28,7 +28,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvtide.chunks import LOAD, STORE, ChunkOptions, ChunkStore, Transfer, fold, fold_one
 from kvtide.chunks.transfer import Kind
-from kvtide.integrations.vllm.facts import digest_of_weights, facts_of
+from kvtide.integrations.vllm.facts import facts_of
+from kvtide.integrations.weights import digest_of_weights
 from kvtide.io.ops import address_of
 from kvtide.tiers.contract import OK
 from kvtide.units import parse_bytes

@@ -1,0 +1,392 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+import chunks_killed
+from engines import Memory, break_disk, digests, flip_bytes, keys
+from kvtide.chunks import LOAD, STORE, ChunkOptions, ChunkStore, SeveralStores, Transfer, fold, fold_one
+from kvtide.chunks.several import Kind
+from kvtide.errors import ConfigError, IoError
+from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK
+
+SIZE = 8192
+
+
+def options(root: Path, *, num: int = 20, size: int = SIZE, pieces: tuple[int, ...] = (), **facts: str) -> ChunkOptions:
+    made = ChunkOptions(root, 0, size, "model", facts, engine="threads", piece_bytes=pieces)
+    slot = made.slot_layout().slot_bytes
+    return ChunkOptions(root, 4096 + num * slot, size, "model", facts, engine="threads", piece_bytes=pieces)
+
+
+@given(st.lists(st.binary(max_size=48)), st.integers(28, 44))
+def test_fold_equals_fold_one(some: list[bytes], length: int) -> None:
+    alike = [(digest * 2)[:length] for digest in digests(5)]
+    for listed in (some, alike, alike + some):
+        assert fold(listed).tolist() == [fold_one(key) for key in listed]
+
+
+def test_fold_keeps_hashes_and_tells_what_is_beside_them() -> None:
+    (digest,) = digests(1)
+    assert fold_one(digest) == digest == fold_one(digest + b"\0\0\0\0")
+    assert len({fold_one(digest + group.to_bytes(4, "big")) for group in range(300)}) == 300
+    assert len(fold_one(b"short")) == len(fold_one(b"x" * 100)) == 32
+
+
+@pytest.mark.parametrize(
+    ("size", "pieces", "shift"),
+    [
+        (8192, (), 0),
+        (8192, (), 8),
+        (5000, (), 0),
+        (12288, (8192, 4096), 0),
+        (12288, (8192, 4096), 8),
+        (300, (100, 200), 0),
+    ],
+)
+def test_bytes_are_right_after_a_restart(tmp_path: Path, size: int, pieces: tuple[int, ...], shift: int) -> None:
+    told = options(tmp_path, size=size, pieces=pieces)
+    parts = told.pieces()
+    stored = [Memory(10, part, shift=shift, seed=number) for number, part in enumerate(parts)]
+    wanted = [Memory(10, part, shift=shift) for part in parts]
+    store = ChunkStore(told)
+    assert (store.store(keys(10), np.stack([one.addresses for one in stored], 1)) == OK).all()
+    store.close()
+    store = ChunkStore(told)
+    assert store.has(keys(12)).tolist() == [True] * 10 + [False] * 2
+    order = np.arange(10)[::-1]
+    statuses = store.load(keys(12), np.stack([one.addresses[[*order, 0, 0]] for one in wanted], 1))
+    assert statuses.tolist() == [OK] * 10 + [MISSING] * 2
+    for before, after in zip(stored, wanted, strict=True):
+        assert (before.rows == after.rows[order]).all()
+    store.close()
+
+
+def test_chunks_of_other_facts_sizes_or_pieces_are_not_found(tmp_path: Path) -> None:
+    memory = Memory(4, SIZE, seed=1)
+    store = ChunkStore(options(tmp_path, dtype="a"))
+    store.store(keys(4), memory.addresses)
+    store.close()
+    others = [options(tmp_path, dtype="b"), options(tmp_path), options(tmp_path, dtype="a", pieces=(4096, 4096))]
+    for other in others:
+        store = ChunkStore(other)
+        assert not store.has(keys(4)).any()
+        store.close()
+
+
+def test_two_stores_of_one_directory_are_refused(tmp_path: Path) -> None:
+    store = ChunkStore(options(tmp_path))
+    with pytest.raises(IoError, match="owned by process"):
+        ChunkStore(options(tmp_path))
+    store.close()
+    store.close()
+    with pytest.raises(IoError, match="closed"):
+        store.store(keys(1), Memory(1, SIZE).addresses)
+
+
+@pytest.mark.parametrize("size", [0, 1 << 31])
+def test_sizes_out_of_range_are_refused(tmp_path: Path, size: int) -> None:
+    with pytest.raises(ConfigError, match="bytes"):
+        ChunkStore(ChunkOptions(tmp_path, 1 << 20, size, "model"))
+    with pytest.raises(ConfigError, match="add up"):
+        ChunkStore(ChunkOptions(tmp_path, 1 << 20, SIZE, "model", piece_bytes=(SIZE, SIZE)))
+
+
+def test_the_oldest_give_way_but_what_is_touched_or_loaded_stays(tmp_path: Path) -> None:
+    gone: list[bytes] = []
+    store, memory = (
+        ChunkStore(options(tmp_path, num=20), lambda left: gone.extend(left.tolist())),
+        Memory(30, SIZE, seed=2),
+    )
+    named = keys(30)
+    store.store(named[:20], memory.addresses[:20])
+    store.touch(named[:3])
+    store.load(named[5:6], memory.addresses[5:6])
+    store.store(named[20:], memory.addresses[20:])
+    there = store.has(named)
+    assert there[[0, 1, 2, 5]].all()
+    assert there[20:].all()
+    assert store.num_chunks == store.num_chunks_max == 20
+    assert sorted(gone) == sorted(named[~there].tolist())
+    assert store.counts.evicted == 10
+    store.close()
+
+
+def test_pinned_chunks_stay_until_they_are_unpinned_as_often(tmp_path: Path) -> None:
+    store, memory, named = ChunkStore(options(tmp_path, num=8)), Memory(40, SIZE, seed=3), keys(40)
+    store.store(named[:8], memory.addresses[:8])
+    assert store.pin(named[:9]).tolist() == [True] * 4 + [False] * 5  # half of 8, and one that is not there
+    assert store.pin(named[:1]).all()
+    statuses = store.store(named[8:20], memory.addresses[8:20])
+    assert (statuses == OK).sum() == 4
+    assert set(statuses.tolist()) == {OK, FULL}
+    assert store.has(named[:4]).all()
+    store.unpin(named[:4])
+    store.store(named[20:24], memory.addresses[20:24])
+    store.store(named[24:32], memory.addresses[24:32])
+    assert store.has(named[:4]).tolist() == [True, False, False, False]
+    store.unpin(named[:4])
+    assert store.num_pinned == 0
+    store.store(named[32:], memory.addresses[32:])
+    assert not store.has_one(named[0].tobytes())
+    store.close()
+
+
+def test_corrupt_chunks_are_a_miss_and_forgotten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    gone: list[bytes] = []
+    store, memory = ChunkStore(options(tmp_path), lambda left: gone.extend(left.tolist())), Memory(3, SIZE, seed=4)
+    store.store(keys(3), memory.addresses)
+    flip_bytes(store.path, memory.rows[1].tobytes()[:64])
+    into = Memory(3, SIZE)
+    assert store.load(keys(3), into.addresses).tolist() == [OK, CORRUPT, OK]
+    assert store.has(keys(3)).tolist() == [True, False, True]
+    assert gone == [keys(3)[1].tobytes()]
+    assert "corrupt" in caplog.text
+    assert store.store(keys(3), memory.addresses).tolist() == [OK] * 3
+    assert store.load(keys(3), into.addresses).tolist() == [OK] * 3
+    store.close()
+
+
+def test_a_failing_disk_ends_every_transfer_and_later_recovers(tmp_path: Path) -> None:
+    store, memory, named = ChunkStore(options(tmp_path, num=40)), Memory(30, SIZE, seed=5), keys(30)
+    store.store(named[:10], memory.addresses[:10])
+    disk = break_disk(store)
+    begun = [
+        store.submit(Transfer(STORE, named[10 + i : 11 + i], memory.addresses[10 + i : 11 + i])) for i in range(10)
+    ]
+    begun.append(store.submit(Transfer(LOAD, named[:10], memory.addresses[:10])))
+    store.drain()
+    assert all(one.done and not one.is_good and (one.statuses == FAILED).all() for one in begun)
+    assert store.counts.failed == 20
+    disk.fails = False
+    assert (store.store(named, memory.addresses) == OK).all()
+    into = Memory(30, SIZE)
+    assert (store.load(named, into.addresses) == OK).all()
+    assert (into.rows == memory.rows).all()
+    store.close()
+
+
+def test_close_finishes_what_was_begun(tmp_path: Path) -> None:
+    store, memory, named = ChunkStore(options(tmp_path, num=200)), Memory(200, SIZE, seed=6), keys(200)
+    ended: list[Transfer] = []
+    for row in range(200):
+        store.submit(Transfer(STORE, named[row : row + 1], memory.addresses[row : row + 1], ended.append))
+    store.close()
+    assert len(ended) == 200
+    assert all(one.is_good and one.ended_ns >= one.began_ns > 0 for one in ended)
+    store = ChunkStore(options(tmp_path, num=200))
+    assert store.num_chunks == 200
+    store.close()
+
+
+def test_a_callback_that_fails_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(what: object) -> None:
+        raise ValueError(f"no {type(what).__name__}")
+
+    store, memory = ChunkStore(options(tmp_path, num=4), fail), Memory(8, SIZE, seed=7)
+    store.submit(Transfer(STORE, keys(4), memory.addresses[:4], fail))
+    store.drain()
+    assert (store.store(keys(8), memory.addresses) == OK).sum() == 4
+    assert "the engine's answer" in caplog.text
+    store.close()
+
+
+def test_an_empty_transfer_is_done_at_once(tmp_path: Path) -> None:
+    store, ended = ChunkStore(options(tmp_path)), []
+    store.submit(Transfer(LOAD, keys(0), np.zeros(0, np.uint64), ended.append))
+    assert len(ended) == 1
+    assert ended[0].is_good
+    store.drain()
+    store.close()
+
+
+def test_many_threads_store_and_load(tmp_path: Path) -> None:
+    store, memory, named = ChunkStore(options(tmp_path, num=160)), Memory(160, SIZE, seed=8), keys(160)
+    into, wrong = Memory(160, SIZE), []
+
+    def work(first: int) -> None:
+        for row in range(first, 160, 8):
+            one = slice(row, row + 1)
+            wrong.extend([row] * int(store.store(named[one], memory.addresses[one])[0] != OK))
+            wrong.extend([row] * int(store.load(named[one], into.addresses[one])[0] != OK))
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert (into.rows == memory.rows).all()
+    store.close()
+
+
+def test_drop_and_resize(tmp_path: Path) -> None:
+    gone: list[bytes] = []
+    store = ChunkStore(options(tmp_path, num=20), lambda left: gone.extend(left.tolist()))
+    memory, named = Memory(20, SIZE, seed=9), keys(20)
+    store.store(named, memory.addresses)
+    store.drop(named[:5])
+    assert not gone
+    assert store.has(named).tolist() == [False] * 5 + [True] * 15
+    store.resize(options(tmp_path, num=12).capacity_bytes)
+    there = store.has(named)
+    assert store.num_chunks_max == 12
+    assert sorted(gone) == sorted(named[5:][~there[5:]].tolist())
+    into = Memory(20, SIZE)
+    assert ((store.load(named, into.addresses) == OK) == there).all()
+    assert (into.rows[there] == memory.rows[there]).all()
+    with pytest.raises(ConfigError, match="holds no group"):
+        store.resize(100)
+    assert (store.has(named) == there).all()
+    assert (store.store(named, memory.addresses) == OK).sum() >= 12
+    store.close()
+
+
+def test_several_kinds_share_one_capacity(tmp_path: Path) -> None:
+    told, gone = ChunkOptions(tmp_path, 1 << 20, 1, "model", engine="threads"), []
+    several = SeveralStores(told, lambda kind, left: gone.append((kind, len(left))))
+    several.open([Kind("large", (32768,))])
+    alone = several.stores["large"].num_chunks_max
+    memory = Memory(alone, 32768, seed=10)
+    several.stores["large"].store(keys(alone), memory.addresses)
+    several.open([Kind("large", (32768,)), Kind("small", (4096,))])
+    both = several.stores["large"].num_chunks_max
+    assert both == several.stores["small"].num_chunks_max < alone
+    assert gone == [("large", alone - both)]
+    files = list(tmp_path.glob("*/data.kvt"))
+    assert sum(file.stat().st_size for file in files) <= 1 << 20
+    several.close()
+    several = SeveralStores(told)
+    several.adopt()
+    assert set(several.stores) == {"large", "small"}
+    assert several.stores["large"].num_chunks == both
+    assert several.stores["large"].num_chunks_max == both
+    several.close()
+    with pytest.raises(ConfigError, match="2 kinds"):
+        SeveralStores(ChunkOptions(tmp_path / "b", 30000, 1, "m")).open([Kind("a", (8192,)), Kind("b", (16384,))])
+
+
+def test_a_killed_owner_leaves_right_chunks_or_misses(tmp_path: Path) -> None:
+    into = Memory(chunks_killed.NUM, chunks_killed.SIZE)
+    named, num_right = keys(chunks_killed.NUM), 0
+    for seed in range(2):
+        command = [sys.executable, str(Path(chunks_killed.__file__)), str(tmp_path), str(seed)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as worker:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == b"ready\n"
+            threading.Event().wait(0.05 + 0.05 * seed)
+            worker.send_signal(signal.SIGKILL)
+        store = ChunkStore(chunks_killed.options(tmp_path))
+        good = store.load(named, into.addresses) == OK
+        store.close()
+        num_right += int(good.sum())
+        assert all((into.rows[row] == chunks_killed.content(row)).all() for row in np.flatnonzero(good).tolist())
+    assert num_right
+
+
+class ChunkMachine(RuleBasedStateMachine):
+    """A store against a dict: what it has is right; what it must have, it has."""
+
+    chunks = Bundle("chunks")
+
+    @initialize(pieces=st.sampled_from([(), (4096, 4096), (100, 200)]), shift=st.sampled_from([0, 8]))
+    def begin(self, pieces: tuple[int, ...], shift: int) -> None:
+        import tempfile
+
+        self.scratch = tempfile.TemporaryDirectory()
+        self.told = options(Path(self.scratch.name), num=6, size=sum(pieces) or SIZE, pieces=pieces)
+        self.parts = self.told.pieces()
+        self.memory = [Memory(10, part, shift=shift) for part in self.parts]
+        self.at = np.stack([one.addresses for one in self.memory], 1)
+        self.gone: list[bytes] = []
+        self.known: dict[int, int] = {}
+        self.pinned: dict[int, int] = {}
+        self.names = keys(10)
+        self.open()
+
+    def open(self) -> None:
+        self.store = ChunkStore(self.told, lambda left: self.gone.extend(left.tolist()))
+
+    def fill(self, row: int, seed: int) -> None:
+        for number, one in enumerate(self.memory):
+            one.rows[row] = np.random.default_rng([seed, number]).integers(0, 256, one.rows.shape[1], np.uint8)
+
+    def forget_gone(self) -> None:
+        rows = {self.names[row].tobytes(): row for row in range(10)}
+        for key in self.gone:
+            row = rows[key]
+            assert row not in self.pinned, "a pinned chunk was given up"
+            del self.known[row]
+        self.gone.clear()
+
+    @rule(rows=st.lists(st.integers(0, 9), min_size=1, max_size=8), seed=st.integers(0, 9))
+    def save(self, rows: list[int], seed: int) -> None:
+        for row in rows:
+            self.fill(row, seed)
+        statuses = self.store.store(self.names[rows], self.at[rows])
+        self.forget_gone()
+        for row, status in zip(rows, statuses.tolist(), strict=True):
+            assert status in {OK, FULL, FAILED}
+            if status == OK:
+                self.known.setdefault(row, seed)  # what was there stays
+            assert (row in self.known) == (status == OK)
+
+    @rule(rows=st.lists(st.integers(0, 9), min_size=1, max_size=8, unique=True))
+    def restore(self, rows: list[int]) -> None:
+        statuses = self.store.load(self.names[rows], self.at[rows])
+        for row, status in zip(rows, statuses.tolist(), strict=True):
+            assert status == (OK if row in self.known else MISSING)
+            if status == OK:
+                for number, one in enumerate(self.memory):
+                    wanted = np.random.default_rng([self.known[row], number]).integers(
+                        0, 256, one.rows.shape[1], np.uint8
+                    )
+                    assert (one.rows[row] == wanted).all()
+
+    @rule(row=st.integers(0, 9))
+    def drop(self, row: int) -> None:
+        self.store.drop(self.names[[row]])
+        self.known.pop(row, None)
+
+    @rule(row=st.integers(0, 9))
+    def pin(self, row: int) -> None:
+        if self.store.pin(self.names[[row]])[0]:
+            assert row in self.known
+            self.pinned[row] = self.pinned.get(row, 0) + 1
+
+    @rule(row=st.integers(0, 9))
+    def unpin(self, row: int) -> None:
+        self.store.unpin(self.names[[row]])
+        if self.pinned.get(row, 0) > 1:
+            self.pinned[row] -= 1
+        else:
+            self.pinned.pop(row, None)
+
+    @rule()
+    def reopen(self) -> None:
+        self.store.close()
+        self.pinned.clear()
+        self.open()
+
+    @invariant()
+    def has_what_it_must(self) -> None:
+        assert set(np.flatnonzero(self.store.has(self.names)).tolist()) == set(self.known)
+        assert self.store.num_chunks == len(self.known) <= 6
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+            self.scratch.cleanup()
+
+
+def test_a_store_does_what_a_dict_does() -> None:
+    run_state_machine_as_test(ChunkMachine, settings=settings(max_examples=8, stateful_step_count=12, deadline=None))
