@@ -52,6 +52,12 @@ def run(
     ] = None,
     dram: Annotated[str | None, typer.Option(help="Budget of the DRAM tier. Default: half of the KV.")] = None,
     disk: Annotated[str, typer.Option(help="Capacity of the file tier; 0 for none.")] = "2GiB",
+    remote: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Remote that machines share: valkey://, unix:// or mooncake:// (docs/remote.md)."
+        ),
+    ] = None,
     block_tokens: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
     group_blocks: Annotated[
         str,
@@ -126,6 +132,7 @@ def run(
         block_tokens=block_tokens,
         group_blocks=None if knee else int(group_blocks),
         knee_bytes=knee.num_bytes if knee else KNEE_BYTES,
+        remote=remote,
         engine=engine,
         write_policy=write_policy,
         reuse=reuse,
