@@ -21,6 +21,7 @@ import numpy as np
 import typer
 
 from kvtide.blocks import KEY
+from kvtide.cli_places import quiet_libraries
 from kvtide.errors import ConfigError
 from kvtide.io.ops import address_of, aligned_buffer
 from kvtide.spec import Dtype, KVShape, LayerShape, SlotLayout
@@ -231,8 +232,3 @@ def _free_ports(num: int) -> list[int]:
     finally:
         for one in sockets:
             one.close()
-
-
-def quiet_libraries() -> None:
-    """Have Mooncake's library write its log of every call nowhere, unless somebody said where."""
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvtide.cache.choice import REUSES
 from kvtide.cli_asking import check_questions, default_document, questions, read_document
 from kvtide.cli_layout import is_block_first, lay_out
+from kvtide.cli_places import places, quiet_libraries, remote_report
 from kvtide.cli_select import select_lines, select_options, select_report
 from kvtide.errors import ConfigError, UnsupportedError
 from kvtide.io.opening import NAMES
@@ -100,6 +101,8 @@ def run(
 
     A second run finds the document's KV on disk and answers many times sooner.
     """
+    if remote is not None:
+        quiet_libraries()
     given = {"--device-memory": device_memory, "--dram": dram, "--disk": disk}
     sizes = {name: _size(name, text) for name, text in given.items()}
     _check_choices(group_blocks, block_tokens, write_policy, engine, reuse, trace)
@@ -303,6 +306,8 @@ class _Show:
             f"device {format_bytes(options.device_bytes)}, DRAM {format_bytes(options.dram_bytes)}, "
             f"file {format_bytes(options.disk_bytes)}: {where}"
         )
+        if store.remote is not None:
+            self.line(f"remote {store.remote.name}")
         for line in more:
             self.line(line)
 
@@ -345,11 +350,11 @@ class _Show:
             return
         console.print()
         console.print(turn_table(turns, store.layout.shape.bytes_per_token, width=console.width))
-        console.print(tier_table(store.cache.usage(), printable(str(store.options.directory))))
+        console.print(tier_table(store.cache.usage(), places(store)))
         for sentence in (*select_lines(store), *verdict(turns)):
             console.print(sentence)
         if store.cache.num_refused:
-            console.print(f"{store.cache.num_refused} groups were not stored: the file tier was full or refused them.")
+            console.print(f"{store.cache.num_refused} groups were not stored: the tier below was full or refused them.")
         if verify:
             equal = all(turn.tokens_equal for turn in turns)
             worst = max((turn.logits_diff_max or 0.0 for turn in turns), default=0.0)
@@ -375,6 +380,7 @@ def _report(store: KvStore, turns: list[Turn], *, verify: bool) -> dict[str, Any
         "turns": [dataclasses.asdict(turn) for turn in turns],
         "tiers": {name: dataclasses.asdict(stats) for name, stats in store.cache.usage().items()},
         "num_refused": store.cache.num_refused,
+        "remote": remote_report(store),
         "select": select_report(store),
         "verdict": verdict(turns),
     }

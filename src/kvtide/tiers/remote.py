@@ -250,7 +250,8 @@ class RemoteTier:
         if not len(failed):
             return failed
         found, rows = self._fetch_manifests(client, keys[failed])
-        changed: Rows = failed[found & (rows != manifests[failed])]
+        is_other = np.array(rows != manifests[failed], np.bool_)
+        changed: Rows = failed[found & is_other]
         manifests[failed[found]] = rows[found]
         return changed
 
