@@ -113,8 +113,8 @@ class RemoteTier:
             known, manifests = self._manifests_of(client, keys, requests["row"])
             statuses[:] = self._read(client, keys, requests, known, manifests)
             again = self._fetch_if_changed(client, keys, requests["row"][statuses != OK], known, manifests)
-            if len(again):  # written anew since its manifest was read
-                late = np.flatnonzero(np.isin(requests["row"], again) & (statuses != OK))
+            if len(again):  # written anew since its manifest was read: what was read may be of the one before
+                late = np.flatnonzero(np.isin(requests["row"], again))
                 statuses[late] = self._read(client, keys, requests[late], known, manifests)
             bad = np.unique(requests["row"][(statuses != OK) & known[requests["row"]]])
             self._stats.num_corrupt += int((statuses == CORRUPT).sum())

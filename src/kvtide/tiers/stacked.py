@@ -54,7 +54,8 @@ class StackedTier:
         return statuses
 
     def write(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], *, cause: Cause) -> Statuses:
-        absent = np.flatnonzero(~self.far.lookup(records.keys))  # another machine may have written the others
+        there = self.far.find(records.keys).keys  # another machine wrote those; that a name exists is not enough
+        absent = np.flatnonzero(~np.isin(records.keys, there))
         far = np.full(len(records), OK, np.uint8)
         far[absent] = self.far.write(records.take(absent), addresses[absent], cause=cause)
         if self.near is None:  # room is the remote's own affair: nothing dropped here would make any
