@@ -246,14 +246,13 @@ class RemoteTier:
         manifests: npt.NDArray[np.void],
     ) -> Rows:
         """Read the manifests of rows that failed again; return the rows that have another one now, noted in place."""
-        failed = np.unique(failed[known[failed]]).astype(np.int64)
-        if not len(failed):
-            return failed
-        found, rows = self._fetch_manifests(client, keys[failed])
-        is_other = np.array(rows != manifests[failed], np.bool_)
-        changed: Rows = failed[found & is_other]
-        manifests[failed[found]] = rows[found]
-        return changed
+        asked: Rows = np.unique(failed[known[failed]].astype(np.int64))
+        if not len(asked):
+            return asked
+        found, rows = self._fetch_manifests(client, keys[asked])
+        is_other = np.array(rows != manifests[asked], np.bool_)
+        manifests[asked[found]] = rows[found]
+        return asked[found & is_other]
 
     # Bytes
 
