@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inprocess import kvtide
 from kvhelp import Walker, small_cache, small_layout
 from kvtide.blocks import KEY
 from kvtide.errors import ConfigError
@@ -419,3 +421,29 @@ def test_mooncake_keeps_the_contract_and_carries_a_cache() -> None:
         tier.close()
         assert walk(url, near=False, tokens=TOKENS)[0] == 0
         assert walk(url, near=True, tokens=[*TOKENS, 7])[0] == len(TOKENS)
+
+
+# The command
+
+
+def test_check_says_how_fast_and_whether_equal(server: Redis) -> None:
+    words = ("remote", "check", server.url, "--size", "2MiB", "--fragment", "64KiB")
+    done = kvtide(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["equal"] is True
+    assert report["groups"] * report["group_bytes"] == 2 << 20
+    assert report["put_bytes_per_s"] > 0
+    assert report["get_bytes_per_s"] > 0
+    assert not list(server.plain().scan_iter("kvtide:*")), "nothing is left behind"
+    assert "bytes equal" in kvtide(*words).stdout
+
+
+def test_check_of_what_is_not_there_is_one_line(tmp_path: Path) -> None:
+    done = kvtide("remote", "check", f"unix://{tmp_path}/none", "--json")
+    assert done.returncode == 1
+    assert "does not answer" in done.stderr
+    for words in (("check", "ftp://host"), ("up", "redis"), ("check", "unix:///s", "--size", "1KiB")):
+        done = kvtide("remote", *words)
+        assert done.returncode == 2
+        assert "type " in done.stderr

@@ -60,7 +60,8 @@ class ValkeyClient:
             how |= {"cluster_error_retry_attempts": 1}
             self._server: Any = self._guarded(lambda: library.ValkeyCluster.from_url(url, **how))
         else:
-            self._server = library.Valkey.from_url(url, **how)
+            self._server = library.Valkey.from_url(url, command_packer=_Packer(), **how)
+        self._value = _joined if options.is_cluster else _Parts.of  # a cluster's connections pack by themselves
 
     # The contract
 
@@ -71,7 +72,7 @@ class ValkeyClient:
     def put(self, names: list[str], values: Values) -> Statuses:
         sizes = values.lengths + values.headers.shape[1]
         answers = self._pipelined(
-            sizes, lambda pipe, index: pipe.set(names[index], _joined(values, index), ex=self._ttl_s)
+            sizes, lambda pipe, index: pipe.set(names[index], self._value(values, index), ex=self._ttl_s)
         )
         return np.array([self._put_status(answer) for answer in answers], np.uint8)
 
@@ -168,9 +169,41 @@ class ValkeyClient:
         return FULL if is_full else FAILED
 
 
+class _Parts:
+    """One value in two places, sent without being put together."""
+
+    def __init__(self, header: memoryview, payload: memoryview) -> None:
+        self.header, self.payload = header, payload
+
+    @classmethod
+    def of(cls, values: Values, index: int) -> _Parts:
+        payload = (ctypes.c_uint8 * int(values.lengths[index])).from_address(int(values.addresses[index]))
+        return cls(values.headers[index].data, memoryview(payload).cast("B"))
+
+
 def _joined(values: Values, index: int) -> bytes:
-    payload = (ctypes.c_uint8 * int(values.lengths[index])).from_address(int(values.addresses[index]))
-    return b"".join((values.headers[index].data, payload))
+    parts = _Parts.of(values, index)
+    return b"".join((parts.header, parts.payload))
+
+
+class _Packer:
+    """Commands as bytes of the protocol (RESP), payloads as views of the memory they lie in."""
+
+    def pack(self, *args: object) -> list[bytes | memoryview]:
+        """Return one command's bytes in order. The first word may hold several, as in `CLIENT SETINFO`."""
+        words = [*str(args[0]).split(), *args[1:]]
+        output: list[bytes | memoryview] = []
+        text = [b"*%d\r\n" % len(words)]
+        for word in words:
+            if isinstance(word, _Parts):
+                text.append(b"$%d\r\n" % (len(word.header) + len(word.payload)))
+                output += [b"".join((*text, word.header)), word.payload]
+                text = [b"\r\n"]
+            else:
+                raw = word if isinstance(word, bytes) else str(word).encode()
+                text.append(b"$%d\r\n%b\r\n" % (len(raw), raw))
+        output.append(b"".join(text))
+        return output
 
 
 def _unload(answer: bytes, values: Values, index: int) -> None:
