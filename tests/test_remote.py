@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,12 @@ from kvtide.errors import ConfigError
 from kvtide.spec import SlotLayout
 from kvtide.tiers.breaker import Breaker
 from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK
-from kvtide.tiers.dial import dial
+from kvtide.tiers.dial import dial, without_secrets
 from kvtide.tiers.envelope import PIECE_BYTES
 from kvtide.tiers.memory import MemoryTier
 from kvtide.tiers.remote import RemoteTier
 from kvtide.tiers.stacked import StackedTier
-from remotes import Redis, mooncake, redis, remote_tier
+from remotes import Redis, free_port, mooncake, redis, remote_tier
 from simkv import Groups, group_key
 
 pytest.importorskip("valkey")
@@ -266,6 +268,27 @@ def test_a_server_that_refuses_is_left_alone(tmp_path: Path) -> None:
         assert groups.write(tier, KEYS[:1], [1]) == [OK]
 
 
+def test_tls_is_spoken_and_a_stranger_is_not_trusted(tmp_path: Path) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl is not installed: no certificate can be made")
+    key, certificate, port = tmp_path / "key", tmp_path / "certificate", free_port()
+    command = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+               "-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=localhost",
+               "-addext", "subjectAltName=IP:127.0.0.1"]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    tls = ("--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(key))
+    with redis(tmp_path, *tls, "--tls-ca-cert-file", str(certificate), "--tls-auth-clients", "no"):
+        layout = small_layout()
+        url = f"valkeys://127.0.0.1:{port}/0"
+        tier = remote_tier(f"{url}?ssl_ca_certs={certificate}", layout)
+        assert Groups(layout).write(tier, KEYS, [1] * 4) == [OK] * 4
+        assert Groups(layout).read_group(tier, KEYS[1])[0] == [OK] * 3
+        stranger = remote_tier(url, layout)
+        assert not stranger.lookup(as_keys(KEYS)).any()
+        assert stranger.breaker.is_open
+
+
 @pytest.mark.parametrize(
     ("url", "says"),
     [
@@ -289,7 +312,10 @@ def test_a_url_that_means_nothing_says_what_to_type(url: str, says: str) -> None
 
 
 def test_no_secret_is_shown() -> None:
-    assert dial("valkey://me:secret@host:1/0?password=secret").name == "valkey://host:1/0"
+    url = "valkey://me:secret@host:1/0?timeout_s=1&password=secret"
+    assert dial(url).name == "valkey://host:1/0"
+    shown = without_secrets(f"kvtide run --remote {url} --ask 'me@home?'")
+    assert shown == "kvtide run --remote valkey://host:1/0?timeout_s=1&password= --ask 'me@home?'"
 
 
 # The cache over it

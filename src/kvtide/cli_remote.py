@@ -202,7 +202,8 @@ def _master() -> Iterator[tuple[str, Any]]:
                f"--metrics_port={metrics}", "--enable_http_metadata_server=true",
                "--http_metadata_server_host=127.0.0.1", f"--http_metadata_server_port={http}",
                "--default_kv_lease_ttl=2000"]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdout=quiet, stderr=quiet, start_new_session=True)  # Ctrl-C ends it last
     try:
         until = time.monotonic() + START_S
         for port in (rpc, http):

@@ -27,6 +27,7 @@ from kvtide.cli_select import select_lines, select_options, select_report
 from kvtide.errors import UnsupportedError
 from kvtide.probe.file import find_knee
 from kvtide.spec import KVShape
+from kvtide.tiers.dial import without_secrets
 from kvtide.trace.extents import traced_file
 from kvtide.trace.file import About
 from kvtide.trace.record import Recorder
@@ -55,7 +56,9 @@ def run(
     remote: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="Remote that machines share: valkey://, unix:// or mooncake:// (docs/remote.md)."
+            envvar="KVTIDE_REMOTE",
+            metavar="URL",
+            help="Remote that machines share: valkey://, unix:// or mooncake:// (docs/remote.md).",
         ),
     ] = None,
     role: Annotated[
@@ -222,7 +225,9 @@ def _num_tokens(loaded: LoadedModel, text: str) -> int:
 
 def _about(store: KvStore) -> About:
     """Return what a trace of `store` must say of itself: the file its ops go to, and where that lies."""
-    about = About(source="kvtide", command=" ".join(sys.argv), pid=os.getpid(), host=os.uname().nodename)
+    about = About(
+        source="kvtide", command=without_secrets(" ".join(sys.argv)), pid=os.getpid(), host=os.uname().nodename
+    )
     if store.namespace is not None:
         file, why_unknown = traced_file(store.namespace.path / "data.kvt", store.namespace.fd)
         about.files = [file]

@@ -10,6 +10,7 @@ Knobs come behind a `?`: timeout_s, connect_timeout_s, ttl_s, cluster=1 (Valkey)
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -132,6 +133,12 @@ def _refuse_unknown(knobs: dict[str, str], known: set[str]) -> None:
     unknown = sorted(set(knobs) - known)
     if unknown:
         raise ConfigError(f"--remote: {printable(unknown[0])[:40]!r} is no knob of this kind of remote; {EXAMPLE}")
+
+
+def without_secrets(command: str) -> str:
+    """Return a command line as it may be kept: users and passwords of URLs left out."""
+    command = re.sub(r"(?<=://)[^/@\s]*@", "", command)
+    return re.sub(r"(?<=[?&])(password|username)=[^&\s]*", r"\1=", command)
 
 
 def _shown(parts: SplitResult) -> str:

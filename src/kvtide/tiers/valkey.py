@@ -148,7 +148,10 @@ class ValkeyClient:
             except (self._errors.ConnectionError, OSError) as error:
                 if not left:
                     raise RemoteDown(f"cannot be reached ({error})") from None
-            except self._errors.ValkeyError as error:  # a cluster without the slot, a server that is no server
+            except (
+                self._errors.ValkeyError,
+                self._errors.ValkeyClusterException,
+            ) as error:  # a cluster without the slot, a server that is no server
                 raise RemoteDown(f"refuses ({error})") from None
             time.sleep(RETRY_AFTER_S)
         raise AssertionError("a call was neither done nor given up")
