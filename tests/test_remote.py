@@ -6,11 +6,13 @@ import json
 import logging
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from inprocess import kvtide
@@ -424,6 +426,27 @@ def test_units_of_far_groups_make_room_for_others(server: Redis) -> None:
     cache.close()
 
 
+def test_reads_come_from_near_and_the_rest_from_far(server: Redis) -> None:
+    layout = small_layout()
+    near, groups = MemoryTier(layout, 3 * layout.slot_bytes), Groups(layout)
+    tier = StackedTier(near, remote_tier(server.url, layout))
+    assert groups.write(tier, KEYS, [1] * 4) == [OK, OK, OK, FULL]
+    assert tier.lookup(as_keys([*KEYS, group_key(9)])).tolist() == [True] * 4 + [False]
+    near.drop(as_keys(KEYS[:1]))
+    far_reads = tier.far.stats().num_reads
+    statuses, parts = groups.read(tier, KEYS, [(row, part) for row in (1, 0, 3, 2) for part in range(3)])
+    assert statuses == [OK] * 12
+    for at, key in enumerate((KEYS[1], KEYS[0], KEYS[3], KEYS[2])):
+        assert groups.version_of(key, parts[3 * at : 3 * at + 3], [1]) == 1
+    assert tier.far.stats().num_reads == far_reads + 6
+    tier.drop(as_keys(KEYS))
+    assert tier.lookup(as_keys(KEYS)).all(), "what is forgotten here stays there for others"
+    server.plain().flushall()
+    assert groups.read_group(tier, KEYS[3])[0] == [MISSING] * 3
+    assert groups.write(tier, KEYS[:3], [2] * 3) == [OK] * 3
+    assert {name: stats.num_groups for name, stats in tier.by_tier().items()} == {"file": 3, "remote": 3}
+
+
 # Mooncake
 
 
@@ -445,6 +468,19 @@ def test_mooncake_keeps_the_contract_and_carries_a_cache() -> None:
         store.put(name_of(tier, KEYS[2], "1"), b"foreign")
         assert groups.read_group(tier, KEYS[2])[0] == [OK, MISSING, OK]
         tier.close()
+        hung = remote_tier(url + "&timeout_s=0.3", layout)
+        assert hung.lookup(as_keys(KEYS)).tolist() == [False, False, False, True]
+        masters = [one for one in psutil.Process().children(recursive=True) if "mooncake_master" in one.name()]
+        masters[-1].suspend()
+        assert not hung.lookup(as_keys(KEYS)).any()
+        assert hung.breaker.is_open
+        assert groups.write(hung, KEYS[:1], [3]) == [FAILED]
+        masters[-1].resume()
+        while hung.breaker.is_open:  # the late call comes back, then a probe goes well
+            time.sleep(0.01)
+            hung.lookup(as_keys(KEYS))
+        assert groups.read_group(hung, KEYS[3])[0] == [OK] * 3
+        hung.close()
         assert walk(url, near=False, tokens=TOKENS)[0] == 0
         assert walk(url, near=True, tokens=[*TOKENS, 7])[0] == len(TOKENS)
 
