@@ -414,6 +414,40 @@ def test_kv_lost_on_the_remote_is_computed_again(server: Redis) -> None:
     assert walk(server.url, near=False, tokens=[*TOKENS, 7, 8])[0] == len(TOKENS) + 1
 
 
+def test_what_was_read_far_is_near_from_then_on(server: Redis) -> None:
+    layout = small_layout()
+    walk(server.url, near=True, tokens=TOKENS)
+    near, far = MemoryTier(layout, 64 * layout.slot_bytes), remote_tier(server.url, layout)
+    cache = small_cache(layout, StackedTier(near, far), tokens=256, dram_groups=16)
+    sequence = cache.open([*TOKENS, 7])
+    assert sequence.matched.remote_bytes > 0
+    Walker(cache).step([sequence], [[7]])
+    assert near.stats().num_groups == 0
+    cache.close()
+    assert near.stats().num_groups >= 12
+    assert cache.num_refused == 0
+    far.close()
+
+
+def test_a_full_near_tier_gives_up_near_groups_not_far_ones(server: Redis) -> None:
+    layout = small_layout()
+    walk(server.url, near=True, tokens=TOKENS)
+    near, far = MemoryTier(layout, 6 * layout.slot_bytes), remote_tier(server.url, layout)
+    cache = small_cache(layout, StackedTier(near, far), tokens=256, dram_groups=14)
+    assert cache.match(TOKENS).num_tokens == len(TOKENS)  # known, and least recently used
+    walker = Walker(cache)
+    for start in (3000, 4000):
+        sequence = cache.open(list(range(start, start + 40)))
+        walker.step([sequence], [list(range(start, start + 40))])
+        cache.drain()
+        cache.release(sequence)
+    cache.flush()
+    assert cache.num_refused == 0
+    assert near.stats().num_groups == 6
+    cache.close()
+    far.close()
+
+
 def test_units_of_far_groups_make_room_for_others(server: Redis) -> None:
     layout = small_layout()
     other = [token + 2000 for token in TOKENS]

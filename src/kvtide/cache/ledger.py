@@ -130,7 +130,8 @@ class Ledger:
     def storable(self, units: Ids | slice = slice(None)) -> npt.NDArray[np.bool_]:
         """Say which units could be written to the tier below now."""
         storable = (self.uid[units] >= 0) & (self.num_blocks[units] > 0) & ~self.is_open[units]
-        storable &= ~self.is_clean(units) & ~self.is_busy[units] & ~self.was_refused[units]
+        is_stored = self.is_clean(units) & (~self.is_far[units] | self.stores_far)  # what lies far gets a near copy
+        storable &= ~is_stored & ~self.is_busy[units] & ~self.was_refused[units]
         few = np.flatnonzero(storable)  # asking for every fragment of every unit would take long in a large store
         storable[few] = self.is_resident(np.arange(len(self.uid))[units][few])
         return storable
