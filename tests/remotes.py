@@ -55,6 +55,7 @@ class Redis:
                 one.sendall(b"PING\r\n")
                 if one.recv(16).startswith((b"+PONG", b"-NOAUTH")):
                     return
+        self.kill()
         raise AssertionError("the server did not start")
 
     def kill(self) -> None:
