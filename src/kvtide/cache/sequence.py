@@ -23,6 +23,7 @@ class Match:
     device_bytes: int = 0
     dram_bytes: int = 0
     file_bytes: int = 0
+    remote_bytes: int = 0
 
 
 @dataclass(slots=True)

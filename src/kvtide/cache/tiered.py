@@ -22,6 +22,7 @@ import numpy.typing as npt
 from kvtide.blocks import BlockTable, chain_root
 from kvtide.cache.account import object_event, usage
 from kvtide.cache.choice import Choice, Pace, choose, tokens_in_memory
+from kvtide.cache.discover import discover
 from kvtide.cache.growth import Growth
 from kvtide.cache.ledger import Ledger
 from kvtide.cache.loader import Loader
@@ -40,6 +41,7 @@ from kvtide.spec import SlotLayout
 from kvtide.tiers.contract import Cause, Tier, TierStats
 from kvtide.tiers.file import FileTier
 from kvtide.tiers.memory import FramePool
+from kvtide.tiers.stacked import StackedTier
 from kvtide.trace.record import Recorder
 
 
@@ -84,7 +86,8 @@ class TieredCache:
         self._next_id = 0
         self.wait_ns = self._num_steps = 0
         self._step_began, self._step_tokens = (0, 0), 0  # when, and wait_ns then; of all rows of the step
-        if isinstance(tier, FileTier):
+        self.ledger.stores_far = isinstance(tier, StackedTier) and tier.near is None
+        if isinstance(tier, FileTier | StackedTier):
             self.ledger.adopt(tier.inventory())
         self._store_error: BaseException | None = None
         if tier is not None and frame_pool is FramePool:
@@ -96,9 +99,17 @@ class TieredCache:
 
     def match(self, tokens: npt.ArrayLike, *, salt: str = "") -> Match:
         """Return the longest prefix of `tokens` whose KV is kept, without taking hold of it."""
-        ids = np.asarray(tokens, np.int64)
+        ids, root = np.asarray(tokens, np.int64), chain_root(self._digest, salt)
+        self._discover(ids, root)
         with self._lock:
-            return find_prefix(self.ledger, self.windows, ids, root=chain_root(self._digest, salt))
+            return find_prefix(self.ledger, self.windows, ids, root=root)
+
+    def _discover(self, tokens: npt.NDArray[np.int64], root: bytes) -> None:
+        """Have the ledger know what a remote holds of `tokens`."""
+        tier = self._tier
+        if isinstance(tier, StackedTier) and self._options.reuse != "never":
+            job = self._mover.submit(lambda: discover(tokens, root, self.ledger, tier, self._lock), DEMAND)
+            self._wait(job)
 
     def preload(self, tokens: npt.ArrayLike, *, salt: str = "") -> int:
         """Begin to bring what is kept of `tokens` to DRAM, for a request that waits; return the groups on their way."""
@@ -110,17 +121,18 @@ class TieredCache:
         The last one is left out because a model must run on at least one token to say what comes next.
         Shapes: tokens [T], each 0 to 2**32 - 1.
         """
-        ids = np.asarray(tokens, np.int64)
+        ids, root = np.asarray(tokens, np.int64), chain_root(self._digest, salt)
+        self._discover(ids[:-1], root)
         with self._lock:
-            found = self.match(ids[:-1], salt=salt)
-            match, choice = self._chosen(found, chain_root(self._digest, salt), ids)
+            found = find_prefix(self.ledger, self.windows, ids[:-1], root=root)
+            match, choice = self._chosen(found, root, ids)
             units = match.units
             self.ledger.pool.share(units)
             self.ledger.reached(units)
             sequence = Sequence(
                 sequence_id=self._next_id,
                 table=BlockTable(self.layout.tokens_per_group, units=units.tolist(), num_tokens=match.num_tokens),
-                root=chain_root(self._digest, salt),
+                root=root,
                 tokens=ids[: match.num_tokens].tolist(),
                 keys=list(match.keys),
                 matched=match,
@@ -136,7 +148,8 @@ class TieredCache:
         """Decide how much of `found` is reused; return that, located, and the decision."""
         resident = self.ledger.is_resident(found.units).tolist()
         in_memory = tokens_in_memory(resident, self.layout.tokens_per_group, found.num_tokens)
-        choice = choose(found.num_tokens, found.file_bytes, in_memory, self.pace, self._options.reuse)
+        below_bytes = found.file_bytes + found.remote_bytes
+        choice = choose(found.num_tokens, below_bytes, in_memory, self.pace, self._options.reuse)
         if choice.recomputed_tokens:
             found = find_prefix(self.ledger, self.windows, tokens[: choice.used_tokens], root=root)
         return found, choice
@@ -361,6 +374,8 @@ class TieredCache:
         """
         with self._lock:
             found = usage(self.ledger, self.windows)
+        if isinstance(self._tier, StackedTier):
+            return found | self._tier.by_tier()
         return found | ({"file": self._tier.stats()} if self._tier is not None else {})
 
     @property

@@ -233,7 +233,7 @@ class Traffic:
             units = units[ledger.storable(units)]
             if self._tier is None or not len(units):
                 return 0
-            num, known = len(units), ledger.is_known(units)
+            num, known = len(units), ledger.is_known(units) & (~ledger.is_far[units] | ledger.stores_far)
             gone, units = ledger.note_stored(units[known]), units[~known]
             frames, records = ledger.frames[units], ledger.records(units)
             ledger.is_busy[units] = True
@@ -263,7 +263,7 @@ class Traffic:
         with self._lock:
             ledger = self._ledger
             while (missing := num - sum(map(len, gone))) > 0:
-                candidates = self._disposable() & (ledger.stored_tokens > 0)
+                candidates = self._disposable() & (ledger.stored_tokens > 0) & ~ledger.is_far  # those take no slot
                 units = ledger.recency.victims(missing, candidates)
                 if not len(units):
                     break

@@ -12,7 +12,7 @@ import collections
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, KeysView
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -120,9 +120,13 @@ class ChunkStore:
         """Say which chunks can be loaded. Never waits. Shapes: keys [n]; returns [n]."""
         return self._tier.lookup(keys)
 
-    def has_one(self, key: bytes) -> bool:
-        """Say whether one chunk can be loaded; `key` is 32 bytes of `fold`. Never waits."""
-        return self._tier.has_one(key)
+    @property
+    def held(self) -> KeysView[bytes]:
+        """Keys of the chunks that can be loaded, as `fold_one` makes them. To ask what is in it never waits.
+
+        `resize` begins another.
+        """
+        return self._tier.held
 
     def touch(self, keys: KeyArray) -> None:
         """Note that chunks are wanted, so that they are given up last. Never waits."""

@@ -17,6 +17,7 @@ MEASURES = (
     *("ops", "mean size", "mean depth", "read", "written", "read/write"),
 )
 WIDE_COLUMNS = 170  # what all measures take side by side
+FROM_REMOTE = "from remote"  # shown where there is a remote
 NARROW_TURNS_MAX = 4  # turns that fit side by side in 80 columns
 
 
@@ -26,24 +27,29 @@ def turn_table(turns: list[Turn], bytes_per_token: int, *, width: int = WIDE_COL
     Of more turns than fit a narrow terminal, the last ones are shown.
     """
     table = Table(title="Turns (measured)", title_justify="left")
+    has_remote = any(turn.matched_bytes.get("remote") for turn in turns)
+    at = MEASURES.index("from file") + 1
+    names = (*MEASURES[:at], *([FROM_REMOTE] if has_remote else ()), *MEASURES[at:])
     if width < WIDE_COLUMNS:
         turns = turns[-NARROW_TURNS_MAX:]
+        columns = [_measures(turn, bytes_per_token, has_remote=has_remote) for turn in turns]
         table.add_column("")
         for _ in turns:
             table.add_column("", justify="right", no_wrap=True)
-        for row in zip(MEASURES, *(_measures(turn, bytes_per_token) for turn in turns), strict=True):
+        for row in zip(names, *columns, strict=True):
             table.add_row(*row)
         table.show_header = False
         return table
-    for name in MEASURES:
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for turn in turns:
-        table.add_row(*_measures(turn, bytes_per_token))
+        table.add_row(*_measures(turn, bytes_per_token, has_remote=has_remote))
     return table
 
 
-def _measures(turn: Turn, bytes_per_token: int) -> list[str]:
-    """Return one turn's measures, in the order of MEASURES."""
+def _measures(turn: Turn, bytes_per_token: int, *, has_remote: bool) -> list[str]:
+    """Return one turn's measures, in the order of MEASURES, with FROM_REMOTE behind "from file" if asked for."""
+    tiers = ("device", "dram", "file", *(("remote",) if has_remote else ()))
     read = turn.prefill.read_bytes + turn.decode.read_bytes
     written = turn.prefill.written_bytes + turn.decode.written_bytes
     num_ops = turn.prefill.num_ops + turn.decode.num_ops
@@ -53,7 +59,7 @@ def _measures(turn: Turn, bytes_per_token: int) -> list[str]:
         f"{turn.conversation + 1}",
         str(turn.prompt_tokens),
         str(turn.matched_tokens),
-        *(str(round(turn.matched_bytes.get(name, 0) / bytes_per_token)) for name in ("device", "dram", "file")),
+        *(str(round(turn.matched_bytes.get(name, 0) / bytes_per_token)) for name in tiers),
         format_ns(turn.ttft_ns),
         format_ns(turn.itl_ns_p50),
         format_ns(turn.itl_ns_p99),
@@ -66,21 +72,21 @@ def _measures(turn: Turn, bytes_per_token: int) -> list[str]:
     ]
 
 
-def tier_table(usage: dict[str, TierStats], path: str) -> Table:
-    """Return one row a tier."""
+def tier_table(usage: dict[str, TierStats], places: dict[str, str]) -> Table:
+    """Return one row a tier; `places` says where those below memory are."""
     table = Table(title="Tiers now", title_justify="left")
     for name in ("tier", "capacity", "used", "read", "written", "corrupt", "failed", "where"):
         table.add_column(name, justify="left" if name in {"tier", "where"} else "right")
     for name, stats in usage.items():
-        moved = [format_bytes(stats.read_bytes), format_bytes(stats.written_bytes)] if name == "file" else ["-", "-"]
+        moved = [format_bytes(stats.read_bytes), format_bytes(stats.written_bytes)] if name in places else ["-", "-"]
         table.add_row(
             name,
-            format_bytes(stats.capacity_bytes),
+            format_bytes(stats.capacity_bytes) if name != "remote" else "-",  # its own affair
             format_bytes(stats.used_bytes),
             *moved,
             str(stats.num_corrupt),
             str(stats.num_failed),
-            path if name == "file" else "memory",
+            places.get(name, "memory"),
         )
     return table
 

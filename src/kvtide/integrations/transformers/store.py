@@ -18,22 +18,21 @@ from typing import Any, Literal, Self
 import numpy as np
 import torch
 
-from kvtide.cache import CacheOptions, CpuArena, LostKv, TieredCache
+from kvtide.cache import CacheOptions, LostKv, TieredCache
 from kvtide.cache.choice import Pace, Reuse
 from kvtide.cache.options import check_dram
 from kvtide.cache.steps import next_prefill_end
-from kvtide.cache.windows import DeviceArena
 from kvtide.errors import ConfigError, UnsupportedError
 from kvtide.integrations.transformers.drafting import Drafter, is_plain_greedy
 from kvtide.integrations.transformers.kvcache import TieredKv
 from kvtide.integrations.transformers.models import LoadedModel
+from kvtide.integrations.transformers.places import Below, as_kept_by_transformers, device_memory
 from kvtide.integrations.transformers.selecting import Selecting
 from kvtide.integrations.transformers.wiring import Wiring
 from kvtide.select.contract import Budget, RebuildsKeys
 from kvtide.select.full import Full
 from kvtide.select.names import make_selector
 from kvtide.spec import Identity, KVShape, SlotLayout, Split, auto_group_blocks
-from kvtide.tiers.namespace import OpenNamespace, open_namespace
 from kvtide.trace.record import Recorder
 
 KNEE_BYTES = 128 << 10  # where the drives measured in benchmarks/group_size stop gaining from larger reads
@@ -43,7 +42,7 @@ LOST_MAX = 8  # every matched group may be lost once; a disk that loses more tha
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """Budgets and places. `directory` None or `disk_bytes` 0 means no file tier.
+    """Budgets and places. `directory` None or `disk_bytes` 0 means no file tier, `remote` None no remote one.
 
     Changes which KV may be reused: block_tokens, group_blocks, knee_bytes, split, adapter. All else changes speed and
     room.
@@ -53,6 +52,7 @@ class StoreOptions:
     dram_bytes: int
     disk_bytes: int = 0
     directory: Path | None = None
+    remote: str | None = None  # URL of a remote that other machines share
     block_tokens: int = 16
     group_blocks: int | None = None  # None: the smallest whose fragments reach the drive's knee
     knee_bytes: int = KNEE_BYTES  # read only where `group_blocks` is None
@@ -86,7 +86,7 @@ class KvStore:
 
     def __init__(self, loaded: LoadedModel, options: StoreOptions, *, recorder: Recorder | None = None) -> None:
         self.loaded, self.options = loaded, options
-        shape = KVShape.of(_as_kept_by_transformers(loaded), loaded.dtype)
+        shape = KVShape.of(as_kept_by_transformers(loaded), loaded.dtype)
         group = options.group_blocks or auto_group_blocks(shape, options.block_tokens, options.knee_bytes)
         self.layout = SlotLayout(shape, options.block_tokens, group, options.split)
         self.identity = Identity.of(
@@ -101,19 +101,9 @@ class KvStore:
             split=options.split,
         )
         check_dram(self.layout, options.dram_bytes)  # before the file tier reserves its room
-        self._arena, self._tensor = _device_memory(options.device_bytes, loaded.model.device)
-        self.namespace: OpenNamespace | None = None
-        if options.directory is not None and options.disk_bytes:
-            self.namespace = open_namespace(
-                options.directory,
-                self.identity,
-                self.layout,
-                capacity_bytes=options.disk_bytes,
-                engine=options.engine,
-                depth_max=options.depth_max,
-                recorder=recorder,
-                gap_bytes_max=options.gap_bytes_max,
-            )
+        self._arena, self._tensor = device_memory(options.device_bytes, loaded.model.device)
+        self._below = Below(self.identity, self.layout, options, recorder)
+        self.namespace, self.remote = self._below.namespace, self._below.remote
         try:
             self.cache = TieredCache(
                 self.layout,
@@ -126,14 +116,15 @@ class KvStore:
                     reuse=options.reuse,
                     evictor="lip" if options.select is None else "lru",  # selections come back; scans of layers do not
                 ),
-                tier=self.namespace.tier if self.namespace else None,
+                tier=self._below.tier,
                 recorder=recorder,
                 pace=Pace.parse(self.namespace.read_pace()) if self.namespace else None,
             )
         except BaseException:
-            if self.namespace:
-                self.namespace.close()
+            self._below.close()
             raise
+        if self.remote is not None:
+            self.remote.register(self.cache.ledger.frame_pool.arena.buffer)
         self._wiring: Wiring | None = None
         self.selecting: Selecting | None = None
         self.drafter: Drafter | None = None
@@ -196,7 +187,7 @@ class KvStore:
         finally:
             if self.namespace is not None:
                 self.namespace.write_pace(self.cache.pace.text())
-                self.namespace.close()
+            self._below.close()
 
     def __enter__(self) -> Self:
         return self
@@ -363,27 +354,6 @@ def _tell_tokens(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             "the prompt is padded, and KV computed beside padding is not that of its tokens alone: run prompts of "
             "different length one by one"
         )
-
-
-def _as_kept_by_transformers(loaded: LoadedModel) -> Any:
-    if any(layer.kind in {"none", "mla"} for layer in loaded.spec.layers):
-        raise UnsupportedError(
-            f"{loaded.name} has layers whose state transformers does not keep as plain K and V; "
-            f"models with full or sliding attention in every layer are supported"
-        )
-    return loaded.spec
-
-
-def _device_memory(num_bytes: int, device: torch.device) -> tuple[DeviceArena, torch.Tensor]:
-    if device.type == "cuda":
-        from kvtide.tiers.cuda import CudaArena
-
-        arena = CudaArena(num_bytes, str(device))
-        return arena, arena.tensor
-    if device.type != "cpu":
-        raise UnsupportedError(f"the model is on {device.type}; kvtide keeps KV for cpu and cuda")
-    cpu = CpuArena(num_bytes // 64 * 64)
-    return cpu, torch.from_numpy(cpu.buffer)
 
 
 def _pad_id(loaded: LoadedModel) -> int:

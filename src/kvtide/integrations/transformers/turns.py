@@ -176,6 +176,7 @@ class TurnRunner:
                 "device": matched.device_bytes,
                 "dram": matched.dram_bytes,
                 "file": matched.file_bytes,
+                "remote": matched.remote_bytes,
             }
             choice = session.choice
             turn.recomputed_tokens, turn.reuse_reason = choice.recomputed_tokens, choice.reason

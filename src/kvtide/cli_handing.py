@@ -1,0 +1,172 @@
+"""`kvtide run --role`: one process computes a prompt's KV, another decodes from it; a remote lies between them.
+
+Decides what is stored, how long it is waited for, and what is told of both. KV is handed over in whole groups; layers
+are not sent while later ones are still computed. Next: cli_run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvtide.blocks import KEY, chain_keys, chain_root, partial_keys
+from kvtide.cli_asking import questions
+from kvtide.errors import ConfigError
+from kvtide.tiers.client import RemoteDown
+from kvtide.units import format_ns, printable
+
+if TYPE_CHECKING:
+    from kvtide.integrations.transformers import KvStore
+    from kvtide.integrations.transformers.turns import Conversation, Turn
+
+ROLES = ("both", "prefill", "decode")
+POLL_S = 0.02  # between two looks for KV that has not arrived: one small request of the remote each
+
+
+def check_role(role: str, remote: str | None, ask: list[str] | None, *, chat: bool, wait_s: float) -> None:
+    """Refuse roles that cannot be.
+
+    Raises: ConfigError that says which, and what to type.
+    """
+    if role not in ROLES:
+        raise ConfigError(f"--role is {printable(role)[:40]!r}; type {', '.join(ROLES)}")
+    if role == "both":
+        return
+    if remote is None:
+        raise ConfigError(f"--role {role} hands KV over through a remote; type --remote URL")
+    if chat or not ask or len(ask) != 1:
+        raise ConfigError(f"--role {role} is for one prompt; type one --ask, the same for both roles")
+    if not 0 <= wait_s <= 86_400:
+        raise ConfigError(f"--wait-s is {wait_s:g}; type 0 to 86400 seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What a prefill left on the remote. `key` is that of its last group. Times in ns."""
+
+    key: str
+    num_tokens: int
+    num_groups: int
+    matched_tokens: int
+    prefill_ns: int
+    store_ns: int
+
+    def lines(self) -> list[str]:
+        """Return what is told of it."""
+        how_many = f"{self.num_tokens} tokens ({self.matched_tokens} were there)"
+        times = f"in {format_ns(self.prefill_ns)}, stored as {self.num_groups} groups in {format_ns(self.store_ns)}"
+        return [f"Prefilled {how_many} {times}.", f"key {self.key}"]
+
+
+def prefill(store: KvStore, tokens: list[int], salt: str, on_progress: Callable[[int, int], None]) -> Prefilled:
+    """Compute the KV of all `tokens` but the last, which whoever decodes runs on, and leave it on the remote.
+
+    Raises: RemoteDown if not all of it is there in the end.
+    """
+    assert store.remote is not None, "a role was checked without a remote"
+    started = time.perf_counter_ns()
+    session = store.session(tokens, salt=salt)
+    try:
+        session.prefill(on_progress)
+        if session.kv.num_tokens < len(tokens) - 1:
+            session.forward(session.kv.num_tokens, len(tokens) - 1)
+        computed = time.perf_counter_ns()
+        store.cache.flush()
+        matched = session.matched.num_tokens
+    finally:
+        session.release()
+    store.cache.drain()
+    keys = _group_keys(store, tokens[:-1], salt)
+    missing = len(keys) - len(store.remote.find(np.frombuffer(b"".join(keys), KEY)))
+    if missing:
+        raise RemoteDown(f"{store.remote.name} lacks {missing} of {len(keys)} groups: it was down, or had no room")
+    ended = time.perf_counter_ns()
+    key = keys[-1].hex() if keys else ""
+    return Prefilled(key, len(tokens) - 1, len(keys), matched, computed - started, ended - computed)
+
+
+def _group_keys(store: KvStore, tokens: list[int], salt: str) -> list[bytes]:
+    """Return the keys under which the groups of exactly these tokens are stored, the unfilled one's too."""
+    layout, root = store.layout, chain_root(store.identity.digest(), salt)
+    ids = np.array(tokens, np.int64)
+    blocks = [key.tobytes() for key in chain_keys(ids, block_tokens=layout.block_tokens, parent=root)]
+    rest = tokens[len(blocks) * layout.block_tokens :]
+    blocks += [key.tobytes() for key in partial_keys(rest, parent=blocks[-1] if blocks else root)[-1:]]
+    group = layout.group_blocks
+    return blocks[group - 1 :: group] + (blocks[-1:] if len(blocks) % group else [])
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """How long KV was waited for, and how many of the prompt's tokens it covers."""
+
+    wait_ns: int
+    arrived_tokens: int
+    prompt_tokens: int
+
+
+def wait_for_kv(store: KvStore, tokens: list[int], salt: str, wait_s: float) -> Awaited:
+    """Wait until the KV of all `tokens` but the last has arrived, `wait_s` at most; what is missing is computed."""
+    started = time.perf_counter_ns()
+    while True:
+        arrived = store.cache.match(tokens[:-1], salt=salt).num_tokens
+        waited = time.perf_counter_ns() - started
+        if arrived >= len(tokens) - 1 or waited >= wait_s * 1e9:
+            return Awaited(waited, arrived, len(tokens))
+        time.sleep(POLL_S)
+
+
+class Handing:
+    """One role of a run over `store`: what it does before questions are asked, and what is told of it."""
+
+    def __init__(self, role: str, store: KvStore, salt: str) -> None:
+        self._role, self._store, self._salt = role, store, salt
+        self._prefilled: Prefilled | None = None
+        self._awaited: Awaited | None = None
+
+    def begin(
+        self, conversation: Conversation, question: str, *, wait_s: float, on_progress: Callable[[int, int], None]
+    ) -> None:
+        """Leave the prompt's KV on the remote, or wait for it there.
+
+        Raises: RemoteDown if not all of a prefill is there in the end.
+        """
+        conversation.ask(question)
+        if self._role == "prefill":
+            self._prefilled = prefill(self._store, conversation.tokens, self._salt, on_progress)
+        else:
+            self._awaited = wait_for_kv(self._store, conversation.tokens, self._salt, wait_s)
+
+    def questions(self, ask: list[str] | None, *, chat: bool, has_document: bool) -> list[Any]:
+        """Return the questions to be answered, as `cli_asking.questions` does; none in a prefill."""
+        return [] if self._role == "prefill" else questions(ask, chat=chat, has_document=has_document)
+
+    def report(self, turns: list[Turn]) -> dict[str, Any]:
+        """Return what was handed over, and how the time to the first token splits.
+
+        That is: waiting for the prefill elsewhere, moving KV, and computing on the rest.
+        """
+        told: dict[str, Any] = {"role": self._role, "handed": None}
+        if self._prefilled is not None:
+            told["handed"] = asdict(self._prefilled)
+        if self._awaited is not None and turns:
+            transfer_ns, ttft_ns = turns[0].prefill.wait_ns, turns[0].ttft_ns
+            split = {"transfer_ns": transfer_ns, "first_token_ns": ttft_ns - transfer_ns}
+            told["handed"] = asdict(self._awaited) | split | {"ttft_ns": self._awaited.wait_ns + ttft_ns}
+        return told
+
+    def lines(self, turns: list[Turn]) -> list[str]:
+        """Return the same in sentences."""
+        if self._prefilled is not None:
+            return self._prefilled.lines()
+        handed = self.report(turns)["handed"]
+        if handed is None:
+            return []
+        told = {name: format_ns(value) for name, value in handed.items() if name.endswith("_ns")}
+        arrived = f"KV of {handed['arrived_tokens']} of {handed['prompt_tokens']} prompt tokens arrived."
+        parts = f"prefill {told['wait_ns']}, transfer {told['transfer_ns']}, first token {told['first_token_ns']}"
+        return [arrived, f"TTFT {told['ttft_ns']}: {parts}."]

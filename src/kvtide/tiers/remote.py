@@ -1,0 +1,379 @@
+"""The remote tier: groups as checked values on another machine, which others write to as well. Next: stacked.
+
+Decides names, framing, what may be believed, and when the remote is left alone. Knows no client library: it moves bytes
+through a `RemoteClient`. What arrives short, foreign, stale or corrupt is a miss, never wrong bytes; a remote that is
+dead or hangs costs one time-out, then nothing until the breaker lets a probe through.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.blocks import KeyArray
+from kvtide.io.ops import address_of
+from kvtide.spec import SlotLayout
+from kvtide.tiers.breaker import REST_NS, Breaker
+from kvtide.tiers.client import RegistersMemory, RemoteClient, RemoteDown, Values
+from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK, Cause, GroupRecords, Statuses, TierStats
+from kvtide.tiers.envelope import HEADER_BYTES, MANIFEST, PLAIN, ZSTD, Envelope, checksums_at
+from kvtide.tiers.packing import Packer
+
+CALL_BYTES_MAX = 32 << 20  # of values in one call of the client: bounds memory, and what a time-out covers
+KNOWN_GROUPS = 16384  # groups whose manifests are remembered
+
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteOptions:
+    """Knobs of a remote tier. None changes results.
+
+    `num_groups` is how many groups on the remote are kept account of at once. `zstd_level` 0 is no compression.
+    """
+
+    num_groups: int = KNOWN_GROUPS
+    zstd_level: int = 0
+    rest_ns: int = REST_NS
+
+
+class RemoteTier:
+    """A `Tier` on another machine.
+
+    `stats` counts what this process wrote or found there; the remote may hold more, or have dropped some.
+    Threads: one at a time.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], RemoteClient],
+        layout: SlotLayout,
+        identity_digest: bytes,
+        options: RemoteOptions = RemoteOptions(),
+        *,
+        name: str = "remote",
+        now_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """Make a tier; `connect` is called when something is first asked of it, and may raise RemoteDown.
+
+        Raises: ConfigError for a level zstd does not have; UnsupportedError without the package for it.
+        """
+        self.layout, self.name = layout, name
+        self.breaker = Breaker(name, now_ns, rest_ns=options.rest_ns)
+        self._connect = connect
+        self._client: RemoteClient | None = None
+        self._envelope = Envelope(layout, identity_digest)
+        self._packer = Packer(options.zstd_level)
+        self._manifests: OrderedDict[bytes, npt.NDArray[np.void]] = OrderedDict()
+        self._num_groups = options.num_groups
+        self._memory: list[npt.NDArray[np.uint8]] = []
+        self._stats = TierStats(capacity_bytes=options.num_groups * layout.slot_bytes)
+
+    # The contract
+
+    def lookup(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
+        found = np.zeros(len(keys), np.bool_)
+        client = self._reach() if len(keys) else None
+        if client is None:
+            return found
+        try:
+            found = client.exists(self._envelope.manifest_names(keys))
+        except RemoteDown as down:
+            self.breaker.fail(down)
+        return found
+
+    def find(self, keys: KeyArray) -> GroupRecords:
+        """Return the records of those of `keys` whose groups are there, in the order asked for.
+
+        One pass of the client, whatever the number of keys.
+        """
+        client = self._reach() if len(keys) else None
+        found = np.zeros(len(keys), np.bool_)
+        rows = np.zeros(len(keys), self._envelope.manifest)
+        if client is not None:
+            try:
+                found, rows = self._fetch_manifests(client, keys)
+            except RemoteDown as down:
+                self.breaker.fail(down)
+        return self._envelope.records(keys[found], rows[found])
+
+    def read(self, keys: KeyArray, requests: npt.NDArray[np.void], *, cause: Cause) -> Statuses:
+        del cause
+        statuses = np.full(len(requests), MISSING, np.uint8)
+        client = self._reach() if len(requests) else None
+        if client is None:
+            self._stats.num_failed += len(requests)
+            return statuses
+        try:
+            known, manifests = self._manifests_of(client, keys, requests["row"])
+            statuses[:] = self._read(client, keys, requests, known, manifests)
+            again = self._fetch_if_changed(client, keys, requests["row"][statuses != OK], known, manifests)
+            if len(again):  # written anew since its manifest was read: what was read may be of the one before
+                late = np.flatnonzero(np.isin(requests["row"], again))
+                statuses[late] = self._read(client, keys, requests[late], known, manifests)
+            bad = np.unique(requests["row"][(statuses != OK) & known[requests["row"]]])
+            self._stats.num_corrupt += int((statuses == CORRUPT).sum())
+            self._stats.num_failed += int(((statuses != OK) & (statuses != CORRUPT) & known[requests["row"]]).sum())
+            if len(bad):
+                self._remove(client, keys[bad])
+        except RemoteDown as down:
+            self.breaker.fail(down)
+            self._stats.num_failed += int((statuses != OK).sum())
+        return statuses
+
+    def write(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], *, cause: Cause) -> Statuses:
+        del cause
+        statuses = np.full(len(records), FAILED, np.uint8)
+        client = self._reach() if len(records) else None
+        if client is not None:
+            step = max(1, CALL_BYTES_MAX // self.layout.slot_bytes)
+            try:
+                for start in range(0, len(records), step):
+                    part = slice(start, start + step)
+                    statuses[part] = self._write(client, records.take(part), addresses[part])
+            except RemoteDown as down:
+                self.breaker.fail(down)
+        self._stats.num_full += int((statuses == FULL).sum())
+        self._stats.num_failed += int((statuses == FAILED).sum())
+        return statuses
+
+    def drop(self, keys: KeyArray) -> None:
+        client = self._reach() if len(keys) else None
+        if client is not None:
+            try:
+                self._remove(client, keys)
+            except RemoteDown as down:
+                self.breaker.fail(down)
+
+    def stats(self) -> TierStats:
+        self._stats.num_groups = len(self._manifests)
+        self._stats.used_bytes = len(self._manifests) * self.layout.slot_bytes
+        return self._stats
+
+    def register(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Say that KV is written from this memory: some clients then do so without a copy."""
+        self._memory.append(memory)
+        if isinstance(self._client, RegistersMemory):
+            self._client.register(memory)
+
+    def close(self) -> None:
+        """Give the connection back. Idempotent."""
+        if self._client is not None:
+            self._client.close()
+
+    # The remote as a whole
+
+    def _reach(self) -> RemoteClient | None:
+        """Return the client, None while the remote is left alone; probe it when that has been long enough."""
+        if self.breaker.is_resting():
+            return None
+        try:
+            if self._client is None:
+                self._client = self._connect()
+                if isinstance(self._client, RegistersMemory):
+                    for memory in self._memory:
+                        self._client.register(memory)
+            if self.breaker.is_open:
+                self._client.exists([self._envelope.probe_name()])
+        except RemoteDown as down:
+            self.breaker.fail(down)
+            return None
+        self.breaker.succeed()
+        return self._client
+
+    # Manifests
+
+    def _fetch_manifests(
+        self, client: RemoteClient, keys: KeyArray
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.void]]:
+        """Read manifests and remember the good ones; return which those are, and all. Shapes: [n], [n]."""
+        num, envelope = len(keys), self._envelope
+        rows = np.zeros(num, envelope.manifest)
+        size = envelope.manifest.itemsize
+        addresses = np.uint64(address_of(rows.view(np.uint8))) + np.arange(num, dtype=np.uint64) * np.uint64(size)
+        lengths = np.full(num, size, np.int64)
+        values = Values(np.zeros((num, HEADER_BYTES), np.uint8), addresses, lengths)
+        found = np.flatnonzero(client.get(envelope.manifest_names(keys), values) == OK)
+        self._count_read(len(found), int(lengths[found].sum()))
+        zeros = np.zeros(len(found), np.int64)
+        checked, checksums, _ = envelope.check(
+            values.headers[found], keys[found], zeros + MANIFEST, zeros, lengths[found], lengths[found]
+        )
+        intact = checksums == checksums_at(addresses[found].tolist(), lengths[found].tolist(), len(found))
+        self._stats.num_corrupt += int(((checked == CORRUPT) | ((checked == OK) & ~intact)).sum())
+        good = np.zeros(num, np.bool_)
+        good[found] = (checked == OK) & intact & envelope.plausible(rows[found])
+        for index, key in enumerate(keys.tolist()):
+            if good[index]:
+                self._remember(key, rows[index])
+            else:
+                self._manifests.pop(key, None)
+        return good, rows
+
+    def _remember(self, key: bytes, manifest: npt.NDArray[np.void]) -> None:
+        self._manifests[key] = manifest.copy()
+        self._manifests.move_to_end(key)
+        if len(self._manifests) > self._num_groups:
+            self._manifests.popitem(last=False)
+
+    def _manifests_of(
+        self, client: RemoteClient, keys: KeyArray, wanted: npt.NDArray[np.integer]
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.void]]:
+        """Return for which keys a manifest is known, and all of them; only the `wanted` rows are looked for."""
+        rows = np.zeros(len(keys), self._envelope.manifest)
+        known = np.zeros(len(keys), np.bool_)
+        wanted = np.unique(wanted)
+        for index in wanted.tolist():
+            manifest = self._manifests.get(keys[index].tobytes())
+            if manifest is not None:
+                rows[index], known[index] = manifest, True
+        absent = wanted[~known[wanted]]
+        if len(absent):
+            known[absent], rows[absent] = self._fetch_manifests(client, keys[absent])
+        return known, rows
+
+    def _fetch_if_changed(
+        self,
+        client: RemoteClient,
+        keys: KeyArray,
+        failed: npt.NDArray[np.integer],
+        known: npt.NDArray[np.bool_],
+        manifests: npt.NDArray[np.void],
+    ) -> Rows:
+        """Read the manifests of rows that failed again; return the rows that have another one now, noted in place."""
+        asked: Rows = np.unique(failed[known[failed]].astype(np.int64))
+        if not len(asked):
+            return asked
+        found, rows = self._fetch_manifests(client, keys[asked])
+        is_other = np.array(rows != manifests[asked], np.bool_)
+        manifests[asked[found]] = rows[found]
+        return asked[found & is_other]
+
+    # Bytes
+
+    def _read(
+        self,
+        client: RemoteClient,
+        keys: KeyArray,
+        requests: npt.NDArray[np.void],
+        known: npt.NDArray[np.bool_],
+        manifests: npt.NDArray[np.void],
+    ) -> Statuses:
+        """Read fragments of groups whose manifests are known; of one's pieces the worst status counts."""
+        envelope = self._envelope
+        statuses = np.where(known[requests["row"]], OK, MISSING).astype(np.uint8)
+        wanted = np.flatnonzero(statuses == OK)
+        fragments = requests["fragment"][wanted].astype(np.int64)
+        counts = envelope.first[fragments + 1] - envelope.first[fragments]
+        of_request = np.repeat(wanted, counts)
+        starts = np.repeat(np.cumsum(counts) - counts, counts)
+        pieces = np.repeat(envelope.first[fragments], counts) + np.arange(len(of_request)) - starts
+        rows = requests["row"][of_request].astype(np.int64)
+        addresses = requests["address"][of_request] + envelope.offsets[pieces].astype(np.uint64)
+        ends = np.cumsum(envelope.lengths[pieces])
+        cuts = np.searchsorted(ends, np.arange(CALL_BYTES_MAX, ends[-1] if len(ends) else 0, CALL_BYTES_MAX))
+        for part in np.split(np.arange(len(pieces)), cuts):
+            got = self._read_pieces(client, keys, rows[part], pieces[part], addresses[part], manifests)
+            bad = part[got != OK]
+            np.maximum.at(statuses, of_request[bad], got[got != OK])
+        return statuses
+
+    def _read_pieces(
+        self,
+        client: RemoteClient,
+        keys: KeyArray,
+        rows: Rows,
+        pieces: Rows,
+        addresses: npt.NDArray[np.uint64],
+        manifests: npt.NDArray[np.void],
+    ) -> Statuses:
+        """Read and check pieces of the groups `keys[rows]`. Shapes: all but keys and manifests [n]; returns [n]."""
+        if not len(rows):
+            return np.zeros(0, np.uint8)
+        envelope = self._envelope
+        lengths, stored = envelope.lengths[pieces], manifests["stored_bytes"][rows, pieces].astype(np.int64)
+        places, packed = self._packer.places(addresses, lengths, stored)
+        values = Values(np.zeros((len(rows), HEADER_BYTES), np.uint8), places, stored)
+        got = client.get(envelope.piece_names(keys, rows, pieces), values)
+        found = np.flatnonzero(got == OK)
+        self._count_read(len(found), int(stored[found].sum()))
+        statuses = np.full(len(rows), MISSING, np.uint8)
+        statuses[found], said, _ = envelope.check(
+            values.headers[found],
+            keys[rows[found]],
+            envelope.fragments[pieces[found]],
+            envelope.offsets[pieces[found]],
+            lengths[found],
+            stored[found],
+        )
+        good = found[statuses[found] == OK]
+        said = said[statuses[found] == OK]
+        unpacked = self._packer.unpack(packed, good, addresses, lengths)
+        real = checksums_at(addresses[good].tolist(), lengths[good].tolist(), len(good))
+        is_stale = said != manifests["checksums"][rows[good], pieces[good]]
+        statuses[good] = np.where(~unpacked | (real != said), CORRUPT, np.where(is_stale, MISSING, OK))
+        return statuses
+
+    def _write(self, client: RemoteClient, records: GroupRecords, addresses: npt.NDArray[np.uint64]) -> Statuses:
+        """Store groups, pieces first and manifests last; what did not become whole is removed. Returns [n]."""
+        envelope, num, num_pieces = self._envelope, len(records), self._envelope.num_pieces
+        pieces, rows = np.tile(np.arange(num_pieces), num), np.repeat(np.arange(num), num_pieces)
+        lengths = envelope.lengths[pieces]
+        at = (addresses[:, envelope.fragments] + envelope.offsets.astype(np.uint64)).ravel()
+        checksums = checksums_at(at.tolist(), lengths.tolist(), len(at))
+        places, stored, held = self._packer.pack(at, lengths)
+        codecs = np.where(stored < lengths, ZSTD, PLAIN)
+        keys = records.keys[rows]
+        fragments, offsets = envelope.fragments[pieces], envelope.offsets[pieces]
+        headers = envelope.headers(keys, fragments, offsets, lengths, stored, checksums, codecs)
+        got = client.put(envelope.piece_names(records.keys, rows, pieces), Values(headers, places, stored, held))
+        self._count_written(got, stored)
+        statuses = _worst(got.reshape(num, num_pieces))
+        whole = np.flatnonzero(statuses == OK)
+        if len(whole):
+            shape = (num, num_pieces)
+            manifests = envelope.manifests(
+                records.take(whole), checksums.reshape(shape)[whole], stored.reshape(shape)[whole], int(codecs.max())
+            )
+            statuses[whole] = self._write_manifests(client, records.keys[whole], manifests)
+        broken = np.flatnonzero(statuses != OK)
+        if len(broken):
+            self._remove(client, records.keys[broken])
+        return statuses
+
+    def _write_manifests(self, client: RemoteClient, keys: KeyArray, manifests: npt.NDArray[np.void]) -> Statuses:
+        size, num = manifests.dtype.itemsize, len(keys)
+        addresses = np.uint64(address_of(manifests.view(np.uint8))) + np.arange(num, dtype=np.uint64) * np.uint64(size)
+        lengths, zeros = np.full(num, size, np.int64), np.zeros(num, np.int64)
+        checksums = checksums_at(addresses.tolist(), lengths.tolist(), num)
+        headers = self._envelope.headers(keys, zeros + MANIFEST, zeros, lengths, lengths, checksums, zeros + PLAIN)
+        statuses = client.put(self._envelope.manifest_names(keys), Values(headers, addresses, lengths))
+        self._count_written(statuses, lengths)
+        for index in np.flatnonzero(statuses == OK).tolist():
+            self._remember(keys[index].tobytes(), manifests[index])
+        return statuses
+
+    def _remove(self, client: RemoteClient, keys: KeyArray) -> None:
+        for key in keys.tolist():
+            self._manifests.pop(key, None)
+        client.remove(self._envelope.names(keys))
+
+    def _count_read(self, num: int, num_bytes: int) -> None:
+        self._stats.num_reads += num
+        self._stats.read_bytes += num_bytes + num * HEADER_BYTES
+
+    def _count_written(self, statuses: Statuses, lengths: Rows) -> None:
+        good = statuses == OK
+        self._stats.num_writes += int(good.sum())
+        self._stats.written_bytes += int(lengths[good].sum()) + int(good.sum()) * HEADER_BYTES
+
+
+def _worst(statuses: npt.NDArray[np.uint8]) -> Statuses:
+    """Return of each row: FAILED if anything failed, else FULL if something found no room, else OK."""
+    failed, full = (statuses == FAILED).any(axis=1), (statuses == FULL).any(axis=1)
+    return np.where(failed, FAILED, np.where(full, FULL, OK)).astype(np.uint8)

@@ -1,0 +1,82 @@
+"""A near tier over a far one, seen as one tier: the file of this machine over a remote that others share. Next: cache.
+
+Decides which of the two is asked and told. What is written goes to both; a far tier that fails never fails a near one.
+Forgetting is near only: what this machine needs no more, others may. The far tier makes room by itself, or by age.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.blocks import KEY, KeyArray
+from kvtide.tiers.contract import FAILED, FULL, MISSING, OK, Cause, GroupRecords, Statuses, Tier, TierStats
+from kvtide.tiers.file import FileTier
+from kvtide.tiers.remote import RemoteTier
+
+
+class StackedTier:
+    """A `Tier` of `near` (None: there is none) over `far`.
+
+    Threads: one at a time.
+    """
+
+    def __init__(self, near: Tier | None, far: RemoteTier) -> None:
+        self.near, self.far, self.layout = near, far, far.layout
+
+    def lookup(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
+        found = self._near_has(keys)
+        absent = np.flatnonzero(~found)
+        found[absent] = self.far.lookup(keys[absent])
+        return found
+
+    def find(self, keys: KeyArray) -> GroupRecords:
+        """Return the records of those of `keys` that the far tier holds, in the order asked for."""
+        return self.far.find(keys)
+
+    def inventory(self) -> GroupRecords:
+        """Return the records of every near group, oldest write first; the far ones are found when asked for."""
+        if isinstance(self.near, FileTier):
+            return self.near.inventory()
+        none, zeros = np.zeros(0, KEY), np.zeros(0, np.int64)
+        return GroupRecords(none, none, zeros, zeros, np.zeros((0, self.layout.group_blocks), KEY))
+
+    def read(self, keys: KeyArray, requests: npt.NDArray[np.void], *, cause: Cause) -> Statuses:
+        statuses = np.full(len(requests), MISSING, np.uint8)
+        is_near = self._near_has(keys)[requests["row"]]
+        if self.near is not None and is_near.any():
+            statuses[is_near] = self.near.read(keys, requests[is_near], cause=cause)
+        rest = np.flatnonzero(statuses != OK)  # what the near tier turned out to have lost, too
+        if len(rest):
+            statuses[rest] = self.far.read(keys, requests[rest], cause=cause)
+        return statuses
+
+    def write(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], *, cause: Cause) -> Statuses:
+        there = self.far.find(records.keys).keys  # another machine wrote those; that a name exists is not enough
+        absent = np.flatnonzero(~np.isin(records.keys, there))
+        far = np.full(len(records), OK, np.uint8)
+        far[absent] = self.far.write(records.take(absent), addresses[absent], cause=cause)
+        if self.near is None:  # room is the remote's own affair: nothing dropped here would make any
+            return np.where(far == FULL, FAILED, far).astype(np.uint8)
+        near = self.near.write(records, addresses, cause=cause)
+        return np.where((near == FAILED) & (far == OK), OK, near).astype(np.uint8)
+
+    def drop(self, keys: KeyArray) -> None:
+        if self.near is not None:
+            self.near.drop(keys)
+
+    def stats(self) -> TierStats:
+        """Return the near tier's counters, with the capacity of both."""
+        far = self.far.stats()
+        near = self.near.stats() if self.near is not None else TierStats()
+        return replace(near, capacity_bytes=near.capacity_bytes + far.capacity_bytes)
+
+    def by_tier(self) -> dict[str, TierStats]:
+        """Return the counters of each."""
+        near = {"file": self.near.stats()} if self.near is not None else {}
+        return near | {"remote": self.far.stats()}
+
+    def _near_has(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
+        return self.near.lookup(keys) if self.near is not None else np.zeros(len(keys), np.bool_)
