@@ -27,8 +27,9 @@ from kvtide.errors import ConfigError, IoError
 from kvtide.evict import Lru
 from kvtide.io.ops import PAGE_BYTES, address_of, aligned_buffer
 from kvtide.spec import Dtype, Identity, KVShape, LayerShape, Layout, SlotLayout
-from kvtide.tiers.contract import FAILED, OK, READ_REQUEST, GroupRecords, Statuses
+from kvtide.tiers.contract import FAILED, FULL, OK, READ_REQUEST, GroupRecords, Statuses, TierStats
 from kvtide.tiers.namespace import open_namespace
+from kvtide.trace.record import Recorder
 from kvtide.units import format_bytes
 
 BATCH_BYTES = 32 << 20  # moved at once: keeps any drive busy, and a load waits for no more than this of a store
@@ -77,7 +78,10 @@ class ChunkOptions:
 
 @dataclass(slots=True)
 class ChunkCounts:
-    """Chunks since the store was opened; `known` ones were to be stored and were there, `missed` ones to be loaded."""
+    """Chunks since the store was opened; `known` ones were to be stored and were there, `missed` ones to be loaded.
+
+    `refused` ones were not taken. `asked` and `found` count look-ups.
+    """
 
     stored: int = 0
     loaded: int = 0
@@ -85,6 +89,9 @@ class ChunkCounts:
     evicted: int = 0
     missed: int = 0
     failed: int = 0
+    refused: int = 0
+    asked: int = 0
+    found: int = 0
 
 
 class ChunkStore:
@@ -94,7 +101,7 @@ class ChunkStore:
     Raises: ConfigError, FormatError, IoError as `open_namespace` does.
     """
 
-    def __init__(self, options: ChunkOptions) -> None:
+    def __init__(self, options: ChunkOptions, *, recorder: Recorder | None = None) -> None:
         identity = options.identity()
         layout = SlotLayout(
             KVShape(identity.dtype, (LayerShape(options.chunk_bytes, 0, 1),), (0,)), block_tokens=1, group_blocks=1
@@ -105,11 +112,12 @@ class ChunkStore:
             layout,
             capacity_bytes=options.capacity_bytes,
             engine=options.engine,
+            recorder=recorder,
             gap_bytes_max=layout.header_bytes,
             is_packed=True,
         )
         self.layout, self.counts, self.path = layout, ChunkCounts(), self._space.path
-        self.chunk_bytes = options.chunk_bytes
+        self.chunk_bytes, self.model = options.chunk_bytes, options.model
         self._tier = self._space.tier
         self._lru = Lru(self._tier.num_slots)
         self._lru.admit(self._tier.slots_of(self._tier.inventory().keys))
@@ -136,13 +144,23 @@ class ChunkStore:
         """Transfers that are not done."""
         return self._num_open
 
+    def stats(self) -> TierStats:
+        """Return counters and fill of the file."""
+        return self._tier.stats()
+
     def has(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
         """Say which chunks can be loaded. Never waits. Shapes: keys [n]; returns [n]."""
-        return self._tier.lookup(keys)
+        found = self._tier.lookup(keys)
+        self.counts.asked += len(keys)
+        self.counts.found += int(found.sum())
+        return found
 
     def has_one(self, key: bytes) -> bool:
         """Say whether one chunk can be loaded; `key` is 32 bytes of `fold`. Never waits."""
-        return self._tier.has_one(key)
+        found = self._tier.has_one(key)
+        self.counts.asked += 1
+        self.counts.found += found
+        return found
 
     def touch(self, keys: KeyArray) -> None:
         """Note that chunks are wanted, so that they are given up last. Never waits."""
@@ -250,7 +268,7 @@ class ChunkStore:
         slots = self._tier.slots_of(keys)
         statuses = self._tier.read(keys, requests, cause="restore")
         good = statuses == OK
-        self._tier.drop(keys[statuses == FAILED])  # or the engine would ask for them for ever
+        self._tier.drop(keys[statuses == FAILED], reason="unreadable")  # or the engine would ask for them for ever
         self._lru.forget(slots[~good & (slots >= 0)])
         self._lru.touch(slots[good])
         if own is not None:
@@ -278,7 +296,11 @@ class ChunkStore:
         wrote = self._tier.write(records, (at if own is None else own)[:, None], cause="demote")
         statuses[rows] = wrote
         statuses[is_new & ~is_last] = np.where(self._tier.lookup(keys[is_new & ~is_last]), OK, FAILED)
+        if (wrote != OK).any():
+            self._tier.note(records.take(wrote == FULL), "full")
+            self._tier.note(records.take(wrote == FAILED), "failed")
         self._lru.admit(self._tier.slots_of(keys[rows[wrote == OK]]))
+        self.counts.refused += int((wrote != OK).sum())
         self.counts.stored += int((wrote == OK).sum())
         return statuses
 
@@ -291,7 +313,7 @@ class ChunkStore:
         if num > num_free:
             victims = self._lru.victims(num - num_free, self._tier.table.used)
             self._lru.forget(victims)
-            self._tier.drop(self._tier.table.keys[victims])
+            self._tier.drop(self._tier.table.keys[victims], reason="evicted")
             self.counts.evicted += len(victims)
 
     # Memory that direct I/O cannot use

@@ -38,6 +38,7 @@ OUR_FILES = (
     "checkpoint.kvt",
     "checkpoint.kvt.partial",
     "data.kvt",
+    "departures.kvt",
     "pace.json",
     "pace.json.partial",
     "identity.json.partial",
