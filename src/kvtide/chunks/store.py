@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from kvtide.blocks import KEY, KeyArray
 from kvtide.chunks.transfer import LOAD, STORE, Kind, Transfer
 from kvtide.errors import ConfigError, IoError
 from kvtide.evict import Lru
+from kvtide.evict.admission import make_admission
 from kvtide.io.ops import PAGE_BYTES, address_of, aligned_buffer
 from kvtide.spec import Dtype, Identity, KVShape, LayerShape, Layout, SlotLayout
 from kvtide.tiers.contract import FAILED, FULL, OK, READ_REQUEST, GroupRecords, Statuses, TierStats
@@ -48,6 +50,8 @@ class ChunkOptions:
     facts: Mapping[str, str] = field(default_factory=dict)
     weights_digest: str = ""
     engine: str = "auto"
+    admission: str = "always"  # which chunks are worth writing: a name of `kvtide.evict.admission`
+    bytes_per_day: int = 0  # what admission by endurance may write
 
     def identity(self) -> Identity:
         """Return the identity of these chunks, as of KV of one layer and one token.
@@ -106,6 +110,8 @@ class ChunkStore:
         layout = SlotLayout(
             KVShape(identity.dtype, (LayerShape(options.chunk_bytes, 0, 1),), (0,)), block_tokens=1, group_blocks=1
         )
+        num_keys = max(1, 2 * options.capacity_bytes // layout.slot_bytes)  # as many again as there is room for
+        admission = make_admission(options.admission, num_keys=num_keys, bytes_per_day=options.bytes_per_day)
         self._space = open_namespace(
             options.directory,
             identity,
@@ -119,6 +125,7 @@ class ChunkStore:
         self.layout, self.counts, self.path = layout, ChunkCounts(), self._space.path
         self.chunk_bytes, self.model = options.chunk_bytes, options.model
         self._tier = self._space.tier
+        self._admission = admission
         self._lru = Lru(self._tier.num_slots)
         self._lru.admit(self._tier.slots_of(self._tier.inventory().keys))
         self._touched: collections.deque[KeyArray] = collections.deque()
@@ -287,6 +294,10 @@ class ChunkStore:
         self.counts.known += len(keys) - len(rows)
         if not len(rows):
             return statuses
+        rows = self._let_in(keys, rows)
+        statuses[is_new] = FULL
+        if not len(rows):
+            return statuses
         self._make_room(len(rows))
         at = addresses[rows]
         own = self._bounced(at)
@@ -303,6 +314,15 @@ class ChunkStore:
         self.counts.refused += int((wrote != OK).sum())
         self.counts.stored += int((wrote == OK).sum())
         return statuses
+
+    def _let_in(self, keys: KeyArray, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+        """Return those of `rows` that are worth writing; the others are noted as refused."""
+        short = np.ascontiguousarray(keys[rows]).view("<u8").reshape(len(rows), -1)[:, 0]
+        good = self._admission.admits(short, num_bytes=self.chunk_bytes, now_ns=time.monotonic_ns())
+        if not good.all():
+            self._tier.note(_records(keys[rows[~good]]), "refused")
+            self.counts.refused += int((~good).sum())
+        return rows[good]
 
     def _make_room(self, num: int) -> None:
         """Give up the chunks that were not used for the longest time, until `num` fit."""

@@ -2,6 +2,9 @@
 
 Theory. `departures.kvt` is up to 65,536 records of 64 bytes, each with a checksum of its own, so that a torn one is
 passed over. Record i of turn t is number t * 65,536 + i: where the newest lies follows from the records themselves.
+A record has the number in the order of writing of the group that left, so that one stored again later is told from it.
+A drop leaves the group's header in the file; an owner that must scan the headers finds it again. So whoever scans
+leaves a mark: departures before the mark say nothing of groups whose header is still there.
 Records are collected in memory and written in batches, by whoever drops or writes groups, never by a read. What is
 written survives the process; after a loss of power the newest may be missing. Where it cannot be written, the store
 goes on without: it only explains.
@@ -22,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvtide.blocks import KEY, KeyArray
-from kvtide.tiers.contract import REASONS, Reason
+from kvtide.blocks import KEY
+from kvtide.tiers.contract import REASONS, GroupRecords, Reason
 
 DEPARTURES = "departures.kvt"
 NUM_MAX = 1 << 16  # a million tokens in blocks of 16, for 4 MiB
@@ -31,14 +34,14 @@ RECORD = np.dtype(
     [
         ("key", KEY),  # of the block
         ("time_ns", "<i8"),  # since 1970
+        ("sequence", "<u8"),  # of the group; 0: it was not let in
         ("turn", "<u4"),
-        ("pid", "<u4"),  # of the owner
-        ("reason", "u1"),  # place in REASONS
-        ("zero", "V7"),
+        ("who", "<u4"),  # pid of the owner << 8 | place of the reason in REASONS
         ("checksum", "<u8"),  # of all before it
     ]
 )
 _CHECKED_BYTES = RECORD.itemsize - 8
+_SCANNED = 255  # instead of a reason
 _SEED = 0x4B5654_44455041  # a page of anything else, zeros too, is no record
 
 
@@ -55,14 +58,31 @@ class Departures:
         self._next = 0
         self.num_lost = 0  # records that could not be written
 
-    def note(self, keys: KeyArray, reason: Reason) -> None:
-        """Keep in mind that blocks with `keys` left, or were not let in, and why. Writes nothing."""
-        if not len(keys):
+    def note(self, records: GroupRecords, reason: Reason, sequences: npt.NDArray[np.uint64] | None = None) -> None:
+        """Keep in mind that groups left, or were not let in (no `sequences`), and why. Writes nothing.
+
+        Of a group that is replaced only the last block leaves; the others are in the new one.
+        """
+        if not len(records):
             return
-        rows = np.zeros(len(keys), RECORD)
-        rows["key"], rows["time_ns"], rows["pid"] = keys, self._clock(), os.getpid()
-        rows["reason"] = REASONS.index(reason)
+        is_last = reason == "replaced"
+        keys = records.keys if is_last else records.valid_block_keys()
+        rows = self._rows(len(keys), REASONS.index(reason))
+        rows["key"] = keys
+        if sequences is not None:
+            rows["sequence"] = sequences if is_last else np.repeat(sequences, records.num_blocks)
         self._pending.append(rows)
+
+    def note_scan(self) -> None:
+        """Note that whoever opened the namespace took every whole header for a group; writes it."""
+        if os.path.lexists(self._path):
+            self._pending.append(self._rows(1, _SCANNED))
+            self.flush()
+
+    def _rows(self, num: int, code: int) -> npt.NDArray[np.void]:
+        rows = np.zeros(num, RECORD)
+        rows["time_ns"], rows["who"] = self._clock(), (os.getpid() << 8 | code) % (1 << 32)
+        return rows
 
     def flush(self) -> None:
         """Write what was noted."""
@@ -109,11 +129,20 @@ class Departures:
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Why a block is not there: the newest that is known of it. `time_ns` is since 1970, `pid` the owner's then."""
+    """Why a block is not there: the newest that is known of it. `time_ns` is since 1970, `pid` the owner's then.
+
+    `sequence` is the number of the group it left with, 0 for one that was not let in.
+    """
 
     reason: Reason
     time_ns: int
     pid: int
+    sequence: int
+    is_before_scan: bool  # its group is back if its header was still there
+
+    def ends(self, sequence: int) -> bool:
+        """Say whether the group whose header has `sequence` is gone, though the header is there."""
+        return self.sequence >= sequence and not self.is_before_scan
 
 
 def read_departures(path: Path, num_max: int = NUM_MAX) -> dict[bytes, Departure]:
@@ -127,8 +156,14 @@ def read_departures(path: Path, num_max: int = NUM_MAX) -> dict[bytes, Departure
             rows = _read(fd, num_max)[1]
         finally:
             os.close(fd)
-        columns = (rows[name].tolist() for name in ("key", "reason", "time_ns", "pid"))
-        return {key: Departure(REASONS[why], time_ns, pid) for key, why, time_ns, pid in zip(*columns, strict=True)}
+        scans = np.flatnonzero(rows["who"] % 256 == _SCANNED)
+        num_before = int(scans[-1]) if len(scans) else 0
+        columns = (rows[name].tolist() for name in ("key", "who", "time_ns", "sequence"))
+        return {
+            key: Departure(REASONS[who % 256], time_ns, who >> 8, sequence, place < num_before)
+            for place, (key, who, time_ns, sequence) in enumerate(zip(*columns, strict=True))
+            if who % 256 != _SCANNED
+        }
     return {}
 
 
@@ -140,7 +175,8 @@ def _read(fd: int, num_max: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.
     num_bytes = os.preadv(fd, [content], 0)
     rows = np.frombuffer(content, RECORD, num_bytes // RECORD.itemsize)
     raw = rows.view(np.uint8).reshape(len(rows), RECORD.itemsize)
-    whole = (rows["checksum"] == _checksums(raw)) & (rows["reason"] < len(REASONS))
+    codes = rows["who"] % 256
+    whole = (rows["checksum"] == _checksums(raw)) & ((codes < len(REASONS)) | (codes == _SCANNED))
     numbers = rows["turn"].astype(np.int64) * num_max + np.arange(len(rows))
     numbers, rows = numbers[whole], rows[whole]
     order = np.argsort(numbers)

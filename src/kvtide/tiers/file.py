@@ -185,7 +185,7 @@ class FileTier:
     def note(self, records: GroupRecords, reason: Reason) -> None:
         """Remember that groups were not let in, and why."""
         if self._departures is not None:
-            self._departures.note(_blocks_of(records, reason), reason)
+            self._departures.note(records, reason)
             self._departures.flush()
 
     def stats(self) -> TierStats:
@@ -227,7 +227,7 @@ class FileTier:
         slots = slots[self.table.used[slots]]
         self._stats.note_dropped(len(slots), reason)
         if self._departures is not None:
-            self._departures.note(_blocks_of(self.table.records(slots), reason), reason)
+            self._departures.note(self.table.records(slots), reason, self.table.sequences[slots])
         for slot in slots.tolist():
             del self._slot_of[self.table.keys[slot].tobytes()]
             self._release(slot)
@@ -308,11 +308,6 @@ class FileTier:
         bad = found != self.table.checksums[slots, requests["fragment"]]
         self._stats.num_corrupt += int(bad.sum())
         return np.where(bad, CORRUPT, OK).astype(np.uint8)
-
-
-def _blocks_of(records: GroupRecords, reason: Reason) -> KeyArray:
-    """Return the keys of the blocks that leave with groups; of one that is replaced, only the last block is new."""
-    return records.keys if reason == "replaced" else records.valid_block_keys()
 
 
 def _aligned_copy(pages: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

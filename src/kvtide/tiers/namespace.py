@@ -155,6 +155,7 @@ def open_namespace(
                 was_clean = _load_checkpoint(path, tier, layout, identity.digest())
             if not was_clean:
                 tier.scan()
+                departures.note_scan()
         except BaseException:
             backend.close()
             raise

@@ -102,11 +102,11 @@ def _verify(path: Path, identity: Identity, on_progress: Callable[[int, int], No
 
 def _drop_corrupt(path: Path, tier: FileTier, slots: npt.NDArray[np.int64]) -> None:
     """Forget the groups in `slots`, and note why, for `kvtide why`."""
-    gone = tier.table.records(slots)
+    gone, sequences = tier.table.records(slots), tier.table.sequences[slots]
     tier.drop(gone.keys, reason="corrupt")
     if len(gone):
         departures = Departures(path / DEPARTURES)
-        departures.note(gone.valid_block_keys(), "corrupt")
+        departures.note(gone, "corrupt", sequences)
         departures.close()
 
 
