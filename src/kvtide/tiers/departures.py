@@ -169,9 +169,10 @@ def read_departures(path: Path, num_max: int = NUM_MAX) -> dict[bytes, Departure
 
 def _read(fd: int, num_max: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]:
     """Return the numbers of the records that are whole, and those, oldest first."""
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file")
-    content = bytearray(num_max * RECORD.itemsize)
+    content = bytearray(min(num_max * RECORD.itemsize, status.st_size))
     num_bytes = os.preadv(fd, [content], 0)
     rows = np.frombuffer(content, RECORD, num_bytes // RECORD.itemsize)
     raw = rows.view(np.uint8).reshape(len(rows), RECORD.itemsize)
