@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvhelp import Walker, open_small, small_cache, small_layout
@@ -145,6 +146,17 @@ def test_many_idle_clients_do_not_keep_others_out() -> None:
         one.settimeout(10)
         assert one.recv(1) == b"", "each is hung up on"
         one.close()
+
+
+def test_openmetrics_is_spoken_to_who_asks_for_it() -> None:
+    cache = small_cache(small_layout())
+    with open_endpoint(0, CacheSource(cache, store="s", model="m", integration="test")) as endpoint:
+        asked = urllib.request.Request(endpoint.url, headers={"Accept": "application/openmetrics-text"})  # noqa: S310
+        with urllib.request.urlopen(asked, timeout=10) as answer:  # noqa: S310 - our own endpoint
+            text = answer.read().decode()
+    cache.close()
+    families = list(openmetrics.text_string_to_metric_families(text))
+    assert {family.name for family in families} == {name.removesuffix("_total") for name in NAMES}
 
 
 def test_ranks_of_an_engine_serve_side_by_side(tmp_path: Path) -> None:

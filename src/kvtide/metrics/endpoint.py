@@ -54,13 +54,13 @@ def parse_address(text: str | int, *, option: str = "--metrics") -> tuple[str, i
 
 
 class Endpoint:
-    """A server that is listening. Sources may come and go.
+    """A server that is listening.
 
     Threads: any may call.
     """
 
-    def __init__(self, server: _Server, sources: list[Source]) -> None:
-        self._server, self._sources = server, sources
+    def __init__(self, server: _Server) -> None:
+        self._server = server
         self._thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="kvtide-metrics", daemon=True)
         self._is_closed = False
         self._thread.start()
@@ -75,10 +75,6 @@ class Endpoint:
         """Where to scrape."""
         host = str(self._server.server_address[0])
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
-
-    def add(self, source: Source) -> None:
-        """Tell of `source` too."""
-        self._sources.append(source)
 
     def close(self) -> None:
         """Stop listening, end what is being answered. Idempotent."""
@@ -106,10 +102,9 @@ def open_endpoint(address: str | int, *sources: Source, option: str = "--metrics
     Raises: ConfigError for an address that is none, is taken or is not of this machine; IoError if the system refuses.
     """
     host, port = parse_address(address, option=option)
-    told = list(sources)
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return Endpoint(_Server(where, family, told), told)
+        return Endpoint(_Server(where, family, sources))
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         what = f"{option}: cannot listen at {host}:{port}: {reason}"
@@ -125,7 +120,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = CONNECTIONS_MAX
     allow_reuse_address = True  # a port whose last connections are still dying is free
 
-    def __init__(self, where: Any, family: socket.AddressFamily, sources: list[Source]) -> None:
+    def __init__(self, where: Any, family: socket.AddressFamily, sources: tuple[Source, ...]) -> None:
         self.address_family = family
         self.sources = sources
         self._open: list[socket.socket] = []  # oldest first
@@ -191,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
 class _Registry:
     """What the client's encoders take for a registry."""
 
-    def __init__(self, sources: list[Source]) -> None:
+    def __init__(self, sources: tuple[Source, ...]) -> None:
         self._sources = sources
 
     def collect(self) -> Iterator[Family]:
@@ -204,7 +199,7 @@ class _Registry:
             "histogram": core.HistogramMetricFamily,
         }
         by_name: dict[str, list[tuple[str, Sample]]] = {}
-        for source in self._sources.copy():
+        for source in self._sources:
             for sample in source.samples():
                 by_name.setdefault(sample.name, []).append((source.store, sample))
         for metric in METRICS:

@@ -18,6 +18,7 @@ from kvtide.trace.events import CAUSES
 from kvtide.trace.record import Recorder
 
 DIRECTIONS = ("read", "write")
+PORTION = 1 << 15  # events added up at once: a few milliseconds
 
 # Upper bounds, the last one without end. Times from what a fast drive takes for a page to what a stuck one does;
 # sizes from a page to the largest operation; depths to the largest `depth_max` that is of any use.
@@ -72,16 +73,16 @@ class EventSums:
     def update(self) -> None:
         """Take in what was recorded since the last time."""
         with self._lock:
-            start, end = self._seen, self._recorder.counts()
-            objects, ops = (
-                self._recorder.objects_between(start[0], end[0]),
-                self._recorder.ops_between(start[1], end[1]),
-            )
-            self._seen = end
-            self.lost["object"] += end[0] - start[0] - len(objects)
-            self.lost["op"] += end[1] - start[1] - len(ops)
-            self._add_objects(objects)
-            self._add_ops(ops)
+            end = self._recorder.counts()
+            while self._seen != end:  # in portions, so that the threads that move KV get their turn
+                start = self._seen
+                self._seen = min(start[0] + PORTION, end[0]), min(start[1] + PORTION, end[1])
+                objects = self._recorder.objects_between(start[0], self._seen[0])
+                ops = self._recorder.ops_between(start[1], self._seen[1])
+                self.lost["object"] += self._seen[0] - start[0] - len(objects)
+                self.lost["op"] += self._seen[1] - start[1] - len(ops)
+                self._add_objects(objects)
+                self._add_ops(ops)
 
     def _add_objects(self, rows: npt.NDArray[np.void]) -> None:
         for cause, mine in _by_cause(rows):
