@@ -6,6 +6,7 @@ Each engine's file runs in its own environment and offers tiers behind `Tiered`.
 from __future__ import annotations
 
 import hashlib
+import json
 import mmap
 import os
 import random
@@ -101,7 +102,6 @@ def _round(make: Make, directory: Path, size: int, num: int) -> Round:
         job_s = [_timed(lambda job=job: tier.load([job]))[0] for job in jobs[:LATENCY_JOBS]]
     finally:
         tier.close()
-        del rows, tier
         shutil.rmtree(directory)
     return Round(store_s, load_s, store_cpu_s, load_cpu_s, job_s, num_files, disk_bytes)
 
@@ -164,14 +164,17 @@ def _row(name: str, size: int, num: int, rounds: list[Round]) -> dict[str, Any]:
     }
 
 
-def run_peers(name: str, told: str, tiers: Mapping[str, Make]) -> int:
-    """Run all rounds, print them and keep the result; return the exit code."""
+def run_peers(
+    name: str, told: str, tiers: Mapping[str, Make], more: Mapping[str, Callable[[Path, int], Any]] | None = None
+) -> int:
+    """Run all rounds and what `more` has to measure, print and keep the result; return the exit code."""
     from _bench import RESULTS, environment, parser, write_result
 
     args = parser(told).parse_args()
     directory = Path(args.dir) / f"{name}-{os.getpid()}"
     try:
         rows = run_rounds(tiers, directory, SMOKE if args.smoke else SIZES, args.repeats)
+        found = {what: measure(directory / what, args.repeats) for what, measure in (more or {}).items()}
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     payload = {
@@ -180,6 +183,7 @@ def run_peers(name: str, told: str, tiers: Mapping[str, Make]) -> int:
         "repeats": args.repeats,
         "job_chunks": JOB_CHUNKS,
         "rows": rows,
+        **found,
     }
     for row in rows:
         print(
@@ -187,5 +191,8 @@ def run_peers(name: str, told: str, tiers: Mapping[str, Make]) -> int:
             f"load {row['load_mb_per_s']['median']:7.0f} MB/s  p99 of a job {row['job_ms']['p99']:7.2f} ms  "
             f"CPU {row['store_cpu_s_per_gb']:.2f} and {row['load_cpu_s_per_gb']:.2f} s/GB  {row['num_files']} files"
         )
+    for what, rows_found in found.items():
+        for row in rows_found:
+            print(f"{what}: {json.dumps(row)}")
     write_result(name, payload, args.out or (None if args.smoke else RESULTS / f"{name}.json"))
     return 0

@@ -1,12 +1,14 @@
-"""kvtide's tier against vLLM's own disk tier, both behind vLLM's interface in one process. Runs where vLLM is installed.
+"""kvtide's tier against vLLM's own disk tier, both behind vLLM's interface in one process, where vLLM is installed.
 
 .venv-vllm/bin/python benchmarks/peers_vllm.py
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +18,14 @@ import numpy as np
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-from vllm.v1.kv_offload.base import make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
+from _bench import summary
 from _peers import Rows, chunk_key, run_peers
 
+NUM_KEYS = 8000
 THREADS = 4  # of vLLM's tier, each way; its default of 16 was slower on 2 cores
 
 
@@ -56,6 +60,48 @@ class Tier:
                 left -= 1
             time.sleep(0 if len(jobs) == 1 else 1e-4)
 
+    def look_up(self) -> float:
+        """Return the seconds until it is known of each chunk whether it is there, asked as the scheduler does."""
+        context, left, began = ReqContext(req_id=f"request-{self._next_id}"), self._keys, time.perf_counter()
+        self._next_id += 1
+        while left:
+            left = [key for key in left if self._tier.lookup(key, context) is LookupResult.RETRY]
+            self._tier.on_schedule_end(ScheduleEndContext((), ()))
+        seconds = time.perf_counter() - began
+        self._tier.on_request_finished(context)
+        return seconds
+
+
+def look_ups(directory: Path, repeats: int) -> list[dict[str, Any]]:
+    """Look 8,000 chunks up while another thread holds the interpreter busy; return milliseconds a tier."""
+    rows = np.zeros((NUM_KEYS, 4096), np.uint8)
+    rows[:, :4] = np.arange(NUM_KEYS, dtype=np.uint32)[:, None].view(np.uint8)
+    aligned = np.frombuffer(mmap.mmap(-1, rows.nbytes), np.uint8).reshape(rows.shape)
+    aligned[:] = rows
+    tiers = {name: make(directory / name, aligned) for name, make in TIERS.items()}
+    for tier in tiers.values():
+        tier.store([range(NUM_KEYS)])
+    is_over = threading.Event()
+    busy = threading.Thread(target=_spin, args=(is_over,))
+    busy.start()
+    try:
+        found = {name: [] for name in tiers}
+        for _ in range(repeats):
+            for name, tier in tiers.items():
+                found[name].append(tier.look_up() * 1e3)
+    finally:
+        is_over.set()
+        busy.join()
+        for tier in tiers.values():
+            tier.close()
+    return [{"tier": name, "num_keys": NUM_KEYS, "ms": summary(times)} for name, times in found.items()]
+
+
+def _spin(is_over: threading.Event) -> None:
+    """Compute nothing, in Python."""
+    while not is_over.is_set():
+        pass
+
 
 def _spec() -> Any:
     """Return what a tier wants to know of vLLM's configuration."""
@@ -87,5 +133,7 @@ def own_tier(directory: Path, rows: Rows) -> Tier:
     return Tier({"type": "fs", "root_dir": str(directory), **threads}, rows)
 
 
+TIERS = {"kvtide": kvtide_tier, "vllm-fs": own_tier}
+
 if __name__ == "__main__":
-    sys.exit(run_peers("peers_vllm", __doc__ or "", {"kvtide": kvtide_tier, "vllm-fs": own_tier}))
+    sys.exit(run_peers("peers_vllm", __doc__ or "", TIERS, {"look_ups": look_ups}))

@@ -1,15 +1,18 @@
 """How well does selected attention do, and what does it read: all methods, floors and oracles on the embedded model.
 
 In parts, as `kvtide bench select` runs each: many texts for one question at short contexts, where a text costs little;
-few for the other questions; attention mass alone at long ones. --seeds-max bounds the texts of each part.
+few for the other questions; attention mass alone at long ones. --seeds-max bounds the texts of each part. --methods
+runs some methods alone, and --update takes the rows of all others from a result that is there.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -39,6 +42,8 @@ def main() -> int:
     made = parser(__doc__ or "")
     made.set_defaults(repeats=1, seed=0)
     made.add_argument("--seeds-max", type=int, default=30, help="most texts of a part")
+    made.add_argument("--methods", type=lambda text: text.split(","), default=[], help="run these alone")
+    made.add_argument("--update", type=Path, help="a result that keeps its rows of all other methods")
     add_dtype(made)
     return run_on_model("selection", made.parse_args(), measure, show)
 
@@ -48,7 +53,9 @@ def measure(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
     report = SelectReport(loaded.name, loaded.dtype.value)
     parts: list[dict[str, Any]] = []
     for part in SMOKE if args.smoke else PARTS:
-        methods = part.methods or default_methods()
+        methods = [name for name in part.methods or default_methods() if name in (args.methods or [name])]
+        if not methods:
+            continue
         seeds = min(part.num_seeds, args.seeds_max)
         options = replace(part, methods=methods, num_seeds=seeds, seed=args.seed)
         started = time.perf_counter()
@@ -69,7 +76,18 @@ def measure(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
             write_result("selection", {"benchmark": "selection", **select_json(report)}, args.out)
     if not args.json:
         print_select(report, Console(highlight=False, width=190))
-    return {"benchmark": "selection", **select_json(report)}
+    return updated({"benchmark": "selection", **select_json(report)}, args.update)
+
+
+def updated(payload: dict[str, Any], former: Path | None) -> dict[str, Any]:
+    """Return `payload` with the rows that `former` has of methods not run here, and its parts before these."""
+    if former is None:
+        return payload
+    found = json.loads(former.read_text())
+    ran = {name for part in payload["parts"] for name in part["methods"]}
+    for rows in ("answers", "mass"):
+        payload[rows] = [row for row in found[rows] if row["method"] not in ran] + payload[rows]
+    return payload | {"parts": found["parts"] + payload["parts"]}
 
 
 def show(payload: dict[str, Any]) -> None:

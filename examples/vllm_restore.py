@@ -37,7 +37,7 @@ def main() -> int:
         args.answer.write_text(json.dumps(answer(args)))
         return 0
     with tempfile.TemporaryDirectory() as scratch:
-        directory = args.directory or scratch
+        directory = args.directory or f"{scratch}/chunks"
         found = {one: run(args, directory, one, Path(scratch, one)) for one in ("plain", "store", "restore")}
     found["block_tokens"] = found["store"].pop("block_tokens")
     found["is_right"] = is_right(found, args.tokens)

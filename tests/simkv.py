@@ -37,13 +37,15 @@ def sim_tier(
     *,
     seed: int = 0,
     gap_bytes_max: int = 0,
+    is_packed: bool = False,
     recorder: Recorder | None = None,
 ) -> FileTier:
     """Open the drive's one file as a process does after a crash: by scanning."""
     fd = drive.open("data", size_bytes=PAGE_BYTES + num_slots * layout.slot_bytes, direct=True)
     engine = SimEngine(drive, VirtualClock(), faults, seed=seed)
     digest = small_identity(layout).digest()
-    tier = FileTier(engine, fd, layout, digest, num_slots, recorder=recorder, gap_bytes_max=gap_bytes_max)
+    made = {"recorder": recorder, "gap_bytes_max": gap_bytes_max, "is_packed": is_packed}
+    tier = FileTier(engine, fd, layout, digest, num_slots, **made)
     tier.scan()
     return tier
 

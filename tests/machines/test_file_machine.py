@@ -31,15 +31,17 @@ class FileMachine(RuleBasedStateMachine):
         self.version = self.num_opened = 0
         self.tier: FileTier | None = None
 
-    @initialize(num_slots=st.integers(1, 8), split=st.sampled_from(SPLITS))
-    def begin(self, num_slots: int, split: Split) -> None:
-        self.num_slots, self.layout = num_slots, small_layout(split=split)
+    @initialize(num_slots=st.integers(1, 8), split=st.sampled_from(SPLITS), is_packed=st.booleans())
+    def begin(self, num_slots: int, split: Split, is_packed: bool) -> None:
+        self.num_slots, self.layout, self.is_packed = num_slots, small_layout(split=split), is_packed
         self.groups = Groups(self.layout)
         self._open()
 
     def _open(self) -> None:
         self.num_opened += 1
-        self.tier = sim_tier(self.drive, self.layout, self.num_slots, self.faults, seed=self.num_opened)
+        self.tier = sim_tier(
+            self.drive, self.layout, self.num_slots, self.faults, seed=self.num_opened, is_packed=self.is_packed
+        )
 
     @rule(numbers=KEYS)
     def write(self, numbers: list[int]) -> None:
@@ -96,7 +98,8 @@ class FileMachine(RuleBasedStateMachine):
         fd = self.drive.open("data", size_bytes=PAGE_BYTES + self.num_slots * self.layout.slot_bytes, direct=True)
         self.num_opened += 1
         engine = SimEngine(self.drive, VirtualClock(), self.faults, seed=self.num_opened)
-        self.tier = FileTier(engine, fd, self.layout, small_identity(self.layout).digest(), self.num_slots)
+        digest = small_identity(self.layout).digest()
+        self.tier = FileTier(engine, fd, self.layout, digest, self.num_slots, is_packed=self.is_packed)
         num = min(len(flags), self.num_slots)
         self.tier.table.has_header[:num] = flags[:num]
         decoded = self.tier._codec.decode(pages)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import errno
 import hashlib
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import KeysView, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,9 +29,9 @@ from kvtide.errors import ConfigError, IoError
 from kvtide.evict import Lru
 from kvtide.evict.admission import make_admission
 from kvtide.io.ops import PAGE_BYTES, address_of, aligned_buffer
-from kvtide.spec import Dtype, Identity, KVShape, LayerShape, Layout, SlotLayout
+from kvtide.spec import Dtype, Identity, Layout, SlotLayout
 from kvtide.tiers.contract import FAILED, FULL, OK, READ_REQUEST, GroupRecords, Statuses, TierStats
-from kvtide.tiers.namespace import open_namespace
+from kvtide.tiers.namespace import OpenNamespace, open_namespace
 from kvtide.trace.record import Recorder
 from kvtide.units import format_bytes
 
@@ -41,7 +42,11 @@ _log = logging.getLogger("kvtide.chunks")
 
 @dataclass(frozen=True, slots=True)
 class ChunkOptions:
-    """Where chunks lie and how many. `facts` are what the bytes depend on: chunks of other facts are never found."""
+    """Where chunks lie and how many. `facts` are what the bytes depend on: chunks of other facts are never found.
+
+    A store has one owner. Of several processes with equal facts each gets a store of its own, up to `replicas_max`, and
+    each may fill `capacity_bytes`.
+    """
 
     directory: Path
     capacity_bytes: int
@@ -52,8 +57,9 @@ class ChunkOptions:
     engine: str = "auto"
     admission: str = "always"  # which chunks are worth writing: a name of `kvtide.evict.admission`
     bytes_per_day: int = 0  # what admission by endurance may write
+    replicas_max: int = 8
 
-    def identity(self) -> Identity:
+    def identity(self, replica: int = 0) -> Identity:
         """Return the identity of these chunks, as of KV of one layer and one token.
 
         Raises: ConfigError for sizes out of range.
@@ -62,6 +68,7 @@ class ChunkOptions:
             raise ConfigError(
                 f"chunks of {self.chunk_bytes} bytes; 1 byte to {format_bytes(_CHUNK_BYTES_MAX)} are kept"
             )
+        facts = dict(self.facts) | ({"replica": str(replica)} if replica else {})
         return Identity(
             model=self.model,
             weights_digest=self.weights_digest or hashlib.sha256(self.model.encode()).hexdigest(),
@@ -76,7 +83,7 @@ class ChunkOptions:
             tp_rank=0,
             tp_size=1,
             layers=((0, self.chunk_bytes, 0, 1, 0),),
-            facts=tuple(sorted((name, told[:256]) for name, told in self.facts.items())),
+            facts=tuple(sorted((name, told[:256]) for name, told in facts.items())),
         )
 
 
@@ -84,7 +91,7 @@ class ChunkOptions:
 class ChunkCounts:
     """Chunks since the store was opened; `known` ones were to be stored and were there, `missed` ones to be loaded.
 
-    `refused` ones were not taken. `asked` and `found` count look-ups.
+    `refused` ones were not taken, for want of room or by admission.
     """
 
     stored: int = 0
@@ -94,8 +101,6 @@ class ChunkCounts:
     missed: int = 0
     failed: int = 0
     refused: int = 0
-    asked: int = 0
-    found: int = 0
 
 
 class ChunkStore:
@@ -106,22 +111,10 @@ class ChunkStore:
     """
 
     def __init__(self, options: ChunkOptions, *, recorder: Recorder | None = None) -> None:
-        identity = options.identity()
-        layout = SlotLayout(
-            KVShape(identity.dtype, (LayerShape(options.chunk_bytes, 0, 1),), (0,)), block_tokens=1, group_blocks=1
-        )
+        layout = SlotLayout(options.identity().shape(), block_tokens=1, group_blocks=1)
         num_keys = max(1, 2 * options.capacity_bytes // layout.slot_bytes)  # as many again as there is room for
         admission = make_admission(options.admission, num_keys=num_keys, bytes_per_day=options.bytes_per_day)
-        self._space = open_namespace(
-            options.directory,
-            identity,
-            layout,
-            capacity_bytes=options.capacity_bytes,
-            engine=options.engine,
-            recorder=recorder,
-            gap_bytes_max=layout.header_bytes,
-            is_packed=True,
-        )
+        self._space = _open(options, layout, recorder)
         self.layout, self.counts, self.path = layout, ChunkCounts(), self._space.path
         self.chunk_bytes, self.model = options.chunk_bytes, options.model
         self._tier = self._space.tier
@@ -157,17 +150,12 @@ class ChunkStore:
 
     def has(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
         """Say which chunks can be loaded. Never waits. Shapes: keys [n]; returns [n]."""
-        found = self._tier.lookup(keys)
-        self.counts.asked += len(keys)
-        self.counts.found += int(found.sum())
-        return found
+        return self._tier.lookup(keys)
 
-    def has_one(self, key: bytes) -> bool:
-        """Say whether one chunk can be loaded; `key` is 32 bytes of `fold`. Never waits."""
-        found = self._tier.has_one(key)
-        self.counts.asked += 1
-        self.counts.found += found
-        return found
+    @property
+    def held(self) -> KeysView[bytes]:
+        """Keys of the chunks that can be loaded, as `fold_one` makes them. To ask what is in it never waits."""
+        return self._tier.held
 
     def touch(self, keys: KeyArray) -> None:
         """Note that chunks are wanted, so that they are given up last. Never waits."""
@@ -350,6 +338,32 @@ class ChunkStore:
     def _copy(self, sources: npt.NDArray[np.uint64], targets: npt.NDArray[np.uint64]) -> None:
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             ctypes.memmove(target, source, self.chunk_bytes)
+
+
+def _open(options: ChunkOptions, layout: SlotLayout, recorder: Recorder | None) -> OpenNamespace:
+    """Open the first store of these facts that no other process owns.
+
+    Raises: IoError(EBUSY) if every one is owned; what `open_namespace` raises.
+    """
+    for replica in range(options.replicas_max):
+        try:
+            space = open_namespace(
+                options.directory,
+                options.identity(replica),
+                layout,
+                capacity_bytes=options.capacity_bytes,
+                engine=options.engine,
+                recorder=recorder,
+                gap_bytes_max=layout.header_bytes,
+                is_packed=True,
+            )
+        except IoError as error:
+            if error.errno != errno.EBUSY or replica == options.replicas_max - 1:
+                raise
+            _log.info("kvtide: %s; this process takes a store of its own", error)
+        else:
+            return space
+    raise ConfigError(f"replicas_max is {options.replicas_max}; 1 or more are needed")
 
 
 def _records(keys: KeyArray) -> GroupRecords:

@@ -28,7 +28,13 @@ def _listed() -> tuple[Metric, ...]:
     return (
         Metric("kvtide_store_info", "gauge", ("integration", "model", "version"), room, "1; which store this is."),
         Metric("kvtide_requests_total", "counter", (), hits, "Prefixes asked for."),
-        Metric("kvtide_asked_total", "counter", ("unit",), hits, "Tokens of prefixes, or chunks, asked for."),
+        Metric(
+            "kvtide_asked_total",
+            "counter",
+            ("unit",),
+            hits,
+            "Tokens of prefixes asked for; chunks that were to be loaded, or were computed and brought to be stored.",
+        ),
         Metric("kvtide_hit_total", "counter", ("unit",), hits, "Those of them that were kept and used."),
         Metric("kvtide_hit_bytes_total", "counter", ("tier",), hits, "KV reused, by the fastest tier that had it."),
         Metric(

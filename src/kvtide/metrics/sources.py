@@ -83,8 +83,9 @@ class ChunkSource:
         """Return every figure as it is now."""
         chunks, counts = self._chunks, self._chunks.counts
         yield Sample("kvtide_store_info", self._about, 1)
-        yield Sample("kvtide_asked_total", ("chunks",), counts.asked)
-        yield Sample("kvtide_hit_total", ("chunks",), counts.found)
+        num_computed = counts.stored + counts.refused  # look-ups are not counted: engines ask many times for one chunk
+        yield Sample("kvtide_asked_total", ("chunks",), counts.loaded + counts.missed + num_computed)
+        yield Sample("kvtide_hit_total", ("chunks",), counts.loaded)
         yield Sample("kvtide_hit_bytes_total", ("file",), counts.loaded * chunks.chunk_bytes)
         yield Sample("kvtide_pending", (), chunks.num_pending)
         yield Sample("kvtide_refused_total", ("file",), counts.refused)

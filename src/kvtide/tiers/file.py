@@ -16,6 +16,8 @@ fragments when it is read.
 
 from __future__ import annotations
 
+from collections.abc import KeysView
+
 import numpy as np
 import numpy.typing as npt
 
@@ -120,9 +122,10 @@ class FileTier:
     def lookup(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
         return self.slots_of(keys) >= 0
 
-    def has_one(self, key: bytes) -> bool:
-        """Say whether the group of one key is there. Threads: any may ask."""
-        return key in self._slot_of
+    @property
+    def held(self) -> KeysView[bytes]:
+        """The keys of all groups, kept up to date. Threads: any may ask what is in it."""
+        return self._slot_of.keys()
 
     def read(self, keys: KeyArray, requests: npt.NDArray[np.void], *, cause: Cause) -> Statuses:
         slots = self.slots_of(keys)[requests["row"]]

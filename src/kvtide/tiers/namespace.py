@@ -179,7 +179,7 @@ def prepare_root(root: Path) -> None:
         if marker.exists():
             check_root(root)
         elif any(entry.name != _partial(marker).name for entry in root.iterdir()) and not marker.exists():
-            raise ConfigError(f"{root} is not empty and not a kvtide store; type --dir with a new or empty directory")
+            raise ConfigError(f"{root} is not empty and not a kvtide store; name a new or empty directory (--dir)")
         else:
             _write_whole(marker, MARKER_TEXT.encode())
     except FileExistsError:

@@ -50,7 +50,7 @@ class Recording:
         layer, hidden, rotation = int(module.layer_idx), kwargs["hidden_states"], kwargs.get("position_embeddings")
         self.queries[layer].append(self._wiring.query(layer, hidden, rotation))
         if layer + 1 < len(self.ahead):
-            self.ahead[layer + 1].append(self._wiring.query(layer + 1, hidden, rotation))
+            self.ahead[layer + 1].append(self._wiring.ahead(layer, hidden, rotation))
 
 
 def make_trace(

@@ -181,7 +181,7 @@ class Selecting:
         """Choose for the layer after `layer`, from its own input, and begin to read. Shapes: hidden [1, m, width]."""
         if not self.selector.is_ahead or layer + 1 >= len(self._layers):
             return
-        selections = self._choose(layer + 1, self._wiring.query(layer + 1, hidden, rotation))
+        selections = self._choose(layer + 1, self._wiring.ahead(layer, hidden, rotation))
         self._chosen[layer + 1] = selections
         groups = self._groups(layer + 1, selections)
         if self._cache.is_prefetching and len(groups) <= self._groups_max:

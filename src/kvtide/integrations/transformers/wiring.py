@@ -55,6 +55,7 @@ class Wiring:
         self._attention = config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
         self._hooks: list[Any] = []
         self._rope: Rope | None = None
+        self._to_next = _norm_ratios(model, self.modules)
 
     def rope(self) -> Rope | None:
         """Return the model's RoPE tables; None for a model without, or with layers without."""
@@ -89,6 +90,15 @@ class Wiring:
             self._model.set_attn_implementation(self._attention)
         self._hooks = []
 
+    def ahead(self, layer: int, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> Floats:
+        """Return the query that the attention input of `layer` foretells for the layer after it.
+
+        Layers change what runs through them little, but each weighs it by a norm of its own: that of `layer` is taken
+        out of its input, and the next one's put in. Shapes: hidden [1, m, width]; returns [m, Hq, D].
+        """
+        ratio = self._to_next[layer]
+        return self.query(layer + 1, hidden if ratio is None else hidden * ratio, rotation)
+
     def query(self, layer: int, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> Floats:
         """Return the query that `layer` would have for the attention input `hidden`.
 
@@ -104,6 +114,33 @@ class Wiring:
             return rows
         rope = Rope(as_floats(rotation[0][0]), as_floats(rotation[1][0]))
         return rope.apply(rows, 0)
+
+
+def _norm_ratios(model: Any, attentions: list[Any]) -> list[torch.Tensor | None]:
+    """Return what a layer's normed input is multiplied with to be normed as the next layer does; None: not known.
+
+    Shapes: [width] each.
+    """
+    norms = {
+        id(attention): getattr(layer, "input_layernorm", None)
+        for layer in model.modules()
+        for attention in layer.children()
+        if hasattr(attention, "q_proj")
+    }
+    weights = [_norm_weight(norms.get(id(attention)), attention.q_proj.in_features) for attention in attentions]
+    return [
+        None if own is None or after is None else torch.where(own == 0, 0, after / own)
+        for own, after in zip(weights, [*weights[1:], None], strict=True)
+    ]
+
+
+def _norm_weight(norm: Any, width: int) -> torch.Tensor | None:
+    """Return what a norm multiplies each number with; None for one that does more than that."""
+    if "RMSNorm" not in type(norm).__name__ or not list(norm.parameters()):
+        return None
+    with torch.no_grad():
+        found: torch.Tensor = norm(next(norm.parameters()).new_ones(1, 1, width))[0, 0]
+    return found
 
 
 def as_floats(tensor: torch.Tensor) -> Floats:

@@ -42,6 +42,7 @@ _COUNTERS = {
     "missed": "Chunks that were to be read and were not there, or not whole.",
     "failed": "Chunks the disk could not write or read.",
 }
+_FIRST_GROUP = bytes(4)
 _USED = "vllm:kvtide_used_bytes"
 
 
@@ -88,14 +89,15 @@ class KvtideTier(SecondaryTierManager):
         except BaseException:
             self._store.close()
             raise
-        self._has_one = self._store.has_one
+        self._held = self._store.held
         self._address = address_of(np.frombuffer(primary_kv_view, np.uint8))
         self._jobs: dict[Transfer, TransferJob] = {}
         self._done: collections.deque[Transfer] = collections.deque()
         self._told = dict.fromkeys(_COUNTERS, 0)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return LookupResult.HIT if self._has_one(fold_one(key)) else LookupResult.MISS
+        folded = key[:32] if key[32:] == _FIRST_GROUP else fold_one(key)  # asked for every chunk of every request
+        return LookupResult.HIT if folded in self._held else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._submit(STORE, job_metadata)
