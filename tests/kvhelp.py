@@ -11,6 +11,7 @@ from kvtide.cache import CacheOptions, CpuArena, TieredCache
 from kvtide.cache.sequence import Sequence
 from kvtide.spec import Dtype, Identity, KVShape, LayerShape, Layout, SlotLayout, Split
 from kvtide.tiers.namespace import OpenNamespace, open_namespace
+from kvtide.trace.record import Recorder
 
 NUM_LAYERS = 3
 
@@ -41,7 +42,12 @@ def small_identity(layout: SlotLayout, model: str = "small") -> Identity:
 
 
 def open_small(
-    root: Path, layout: SlotLayout, num_slots: int = 16, engine: str = "auto", gap_bytes_max: int = 0
+    root: Path,
+    layout: SlotLayout,
+    num_slots: int = 16,
+    engine: str = "auto",
+    gap_bytes_max: int = 0,
+    recorder: Recorder | None = None,
 ) -> OpenNamespace:
     capacity_bytes = 4096 + num_slots * layout.slot_bytes
     return open_namespace(
@@ -51,6 +57,7 @@ def open_small(
         capacity_bytes=capacity_bytes,
         engine=engine,
         gap_bytes_max=gap_bytes_max,
+        recorder=recorder,
     )
 
 
@@ -110,8 +117,9 @@ def small_cache(
     dram_groups: int = 8,
     policy: str = "through",
     evictor: str = "lip",
+    recorder: Recorder | None = None,
 ) -> TieredCache:
     arena = CpuArena(windows * tokens * 512)
     dram_bytes = (dram_groups * layout.num_fragments + 8) * max(layout.fragment_padded_bytes)
     options = CacheOptions(dram_bytes=dram_bytes, write_policy=policy, evictor=evictor)
-    return TieredCache(layout, small_identity(layout).digest(), arena, options, tier=tier)
+    return TieredCache(layout, small_identity(layout).digest(), arena, options, tier=tier, recorder=recorder)

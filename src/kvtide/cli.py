@@ -27,6 +27,7 @@ from kvtide.cli_size import SIZE_EXAMPLE, size
 from kvtide.cli_store import store
 from kvtide.cli_top import TOP_EXAMPLE, top
 from kvtide.cli_trace import TRACE_EXAMPLE, trace
+from kvtide.cli_why import WHY_EXAMPLE, why
 from kvtide.units import printable
 
 app = typer.Typer(name="kvtide", add_completion=False, pretty_exceptions_enable=False)
@@ -39,6 +40,7 @@ app.command("run", epilog=RUN_EXAMPLE)(run)
 app.command("size", epilog=SIZE_EXAMPLE)(size)
 app.command("top", epilog=TOP_EXAMPLE)(top)
 app.command("trace", epilog=TRACE_EXAMPLE)(trace)
+app.command("why", epilog=WHY_EXAMPLE)(why)
 app.add_typer(bench)
 app.add_typer(remote)
 app.add_typer(store)

@@ -32,12 +32,7 @@ def check_choices(
 
     Raises: ConfigError that names the option.
     """
-    is_number = group_blocks.isascii() and group_blocks.isdigit() and len(group_blocks) < 9
-    if group_blocks != "auto" and not (is_number and 1 <= int(group_blocks) <= GROUP_BLOCKS_MAX):
-        shown = printable(group_blocks)[:40]
-        raise ConfigError(f"--group-blocks is {shown!r}; type a whole number from 1 to {GROUP_BLOCKS_MAX}, or auto")
-    if not 1 <= block_tokens <= BLOCK_TOKENS_MAX:
-        raise ConfigError(f"--block-tokens is {block_tokens}; type a whole number from 1 to {BLOCK_TOKENS_MAX}")
+    check_groups(group_blocks, block_tokens)
     if engine not in NAMES:
         raise ConfigError(f"--engine is {printable(engine)!r}; type {', '.join(NAMES)}")
     if write_policy not in {"through", "back"}:
@@ -50,3 +45,13 @@ def check_choices(
         raise ConfigError(f"--trace: {trace} is no regular file; type another one")
     if trace is not None and not os.access(trace.absolute().parent, os.W_OK | os.X_OK):
         raise ConfigError(f"--trace: {trace.absolute().parent} may not be written to; type another file")
+
+
+def check_groups(group_blocks: str, block_tokens: int) -> None:
+    """Raise ConfigError for blocks or groups of a size that is none."""
+    is_number = group_blocks.isascii() and group_blocks.isdigit() and len(group_blocks) < 9
+    if group_blocks != "auto" and not (is_number and 1 <= int(group_blocks) <= GROUP_BLOCKS_MAX):
+        shown = printable(group_blocks)[:40]
+        raise ConfigError(f"--group-blocks is {shown!r}; type a whole number from 1 to {GROUP_BLOCKS_MAX}, or auto")
+    if not 1 <= block_tokens <= BLOCK_TOKENS_MAX:
+        raise ConfigError(f"--block-tokens is {block_tokens}; type a whole number from 1 to {BLOCK_TOKENS_MAX}")

@@ -22,6 +22,7 @@ from kvtide.cli_asking import check_questions, default_document, read_document
 from kvtide.cli_choices import check_choices, option_size
 from kvtide.cli_handing import Handing, check_role
 from kvtide.cli_layout import is_block_first, lay_out
+from kvtide.cli_metrics import MetricsAddress, serving
 from kvtide.cli_places import places, quiet_libraries, remote_report
 from kvtide.cli_select import select_lines, select_options, select_report
 from kvtide.errors import UnsupportedError
@@ -102,6 +103,7 @@ def run(
     trace: Annotated[
         Path | None, typer.Option(envvar="KVTIDE_TRACE", help="Write every object and operation to this trace file.")
     ] = None,
+    metrics: MetricsAddress = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Answer questions about a long document, its KV cache kept in device, DRAM and file tiers.
@@ -152,7 +154,7 @@ def run(
     shape, num_tokens = KVShape.of(loaded.spec, loaded.dtype), _num_tokens(loaded, text)
     options, laid = lay_out(options, layout, shape, num_tokens, cache_dir=cache_dir())
     show = _Show(console, is_quiet=as_json)
-    with KvStore(loaded, options, recorder=recorder) as store:
+    with KvStore(loaded, options, recorder=recorder) as store, serving(metrics, store, recorder, console):
         show.opening(store, laid.lines())
         turn_options = TurnOptions(max_new_tokens=max_new_tokens, num_samples=samples, salt=salt, is_verified=verify)
         runner = TurnRunner(store, recorder, turn_options, on_text=show.text, on_prefill=show.prefill)

@@ -152,6 +152,14 @@ def test_dropped_groups_are_gone_and_their_room_is_back(place: Place) -> None:
         assert_holds(place, key, 0)
 
 
+def test_what_was_dropped_is_counted_by_its_reason(place: Place) -> None:
+    keys = names(*range(4))
+    place.groups.write(place.tier, keys, [0] * 4)
+    place.tier.drop(as_keys(keys[:1]), reason="evicted")
+    place.tier.drop(as_keys([*keys[:3], group_key(99)]))
+    assert place.tier.stats().dropped == {"evicted": 1, "dropped": 2}
+
+
 def test_a_full_tier_says_so_and_changes_nothing(place: Place) -> None:
     if isinstance(place.tier, RemoteTier):
         pytest.skip("a remote's room is its own affair; tests/test_remote.py fills one")

@@ -49,6 +49,7 @@ class Ledger:
         self.frame_unit = np.full(num_frames, -1, np.int64)
         self.frame_fragment = np.zeros(num_frames, np.int64)
         self.pins = np.zeros(num_frames, np.int32)
+        self.num_evicted = 0  # fragments that gave way to others
         self._next_uid = 0
         self._holders: dict[bytes, set[int]] = {}  # units whose copy below is the group with this key
 
@@ -228,7 +229,9 @@ class Ledger:
             owner = self.frame_unit
             evictable = (owner >= 0) & (owner != keep_unit) & (self.pins == 0)
             evictable[evictable] = self.is_clean(owner[evictable])
-            self.free_frames(self.frame_evictor.victims(missing, evictable))
+            victims = self.frame_evictor.victims(missing, evictable)
+            self.num_evicted += len(victims)
+            self.free_frames(victims)
         return self.frame_pool.take(num)
 
     def used_bytes(self) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.blocks import BlockTable, chain_root
-from kvtide.cache.account import object_event, usage
+from kvtide.cache.account import Asked, object_event, usage
 from kvtide.cache.choice import Choice, Pace, choose, tokens_in_memory
 from kvtide.cache.discover import discover
 from kvtide.cache.growth import Growth
@@ -83,6 +83,7 @@ class TieredCache:
         self._traffic = Traffic(self.ledger, self.windows, tier, self._lock, self.pace, self._mover.now_ns)
         self._growth = Growth(self.ledger, self._lock, reserve=self._traffic.reserve)
         self._live: dict[int, Sequence] = {}
+        self.asked = Asked()
         self._next_id = 0
         self.wait_ns = self._num_steps = 0
         self._step_began, self._step_tokens = (0, 0), 0  # when, and wait_ns then; of all rows of the step
@@ -140,6 +141,7 @@ class TieredCache:
             )
             self._next_id += 1
             self._live[sequence.sequence_id] = sequence
+            self.asked.note(len(ids), match, choice)
         if self._recorder is not None and choice.kept_tokens:
             self._recorder.record_choice(self._clock(), sequence.sequence_id, choice.figures())
         return sequence
@@ -204,7 +206,7 @@ class TieredCache:
             self._growth.truncate(sequence, 0)
             gone = self.ledger.dispose(own[self.ledger.disposable()[own]])  # nobody can find them any more
         if len(gone):
-            self._mover.submit(lambda: self._traffic.drop(gone), WRITE_BACK)
+            self._mover.submit(lambda: self._traffic.drop(gone, "dropped"), WRITE_BACK)
 
     # One step
 

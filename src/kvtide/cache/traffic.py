@@ -21,7 +21,7 @@ from kvtide.cache.options import spare_frames
 from kvtide.cache.parts import fill_rows
 from kvtide.cache.windows import Window, Windows
 from kvtide.errors import Corrupt, IoError
-from kvtide.tiers.contract import FAILED, FULL, OK, READ_REQUEST, Cause, Statuses, Tier
+from kvtide.tiers.contract import FAILED, FULL, OK, READ_REQUEST, Cause, GroupRecords, Reason, Remembers, Statuses, Tier
 
 STAGING_BYTES_MAX = 64 << 20  # of fragments read in one go: enough to keep any drive busy
 STORE_UNITS_MAX = 4  # units stored by one job, so that a reader waits for few
@@ -147,7 +147,7 @@ class Traffic:
                 self._ledger.frame_evictor.touch(frames[frames >= 0])
                 lost, keys = self._settle(wanted, fragments, taken, statuses)
         if len(lost):
-            self.drop(keys)
+            self.drop(keys, "unreadable")  # what was corrupt is dropped, and noted, already
             raise LostKv(lost)
         num_read = int(self.padded_bytes[fragments].sum())
         counts.file_bytes += num_read
@@ -188,7 +188,7 @@ class Traffic:
         if not has_room:
             raise IoError(errno.ENOSPC, f"DRAM has no room for {len(absent)} more fragments; type a larger --dram")
         if len(lost):
-            self.drop(keys)
+            self.drop(keys, "unreadable")  # what was corrupt is dropped, and noted, already
             raise LostKv(lost)
         self._pace.note_load(int(self.padded_bytes[fragments[absent]].sum()), self._now_ns() - started)
         return frames, absent
@@ -238,7 +238,7 @@ class Traffic:
             frames, records = ledger.frames[units], ledger.records(units)
             ledger.is_busy[units] = True
             self.pin(frames.ravel(), 1)
-        self.drop(gone)
+        self.drop(gone, "replaced")
         statuses = np.full(len(units), FAILED, np.uint8)
         try:
             addresses = ledger.frame_pool.addresses(frames)
@@ -254,7 +254,9 @@ class Traffic:
                 self.pin(frames.ravel(), -1)
                 ledger.is_busy[units] = False
                 self._lock.notify_all()
-        self.drop(gone)
+        self.drop(gone, "replaced")
+        if (statuses != OK).any():
+            self._note_refused(records, statuses)
         return num
 
     def _evict_stored(self, num: int) -> bool:
@@ -269,7 +271,7 @@ class Traffic:
                     break
                 gone.append(ledger.dispose(units))
         for keys in gone:
-            self.drop(keys)
+            self.drop(keys, "evicted")
         return bool(gone)
 
     # Room
@@ -291,7 +293,7 @@ class Traffic:
                 fits = has_units and ledger.fits(num_frames, tail, reserve=self.reserve)
                 frames = ledger.take_frames(num_frames, keep_unit=tail) if fits else np.zeros(0, np.int64)
             if keys is not None:
-                self.drop(keys)
+                self.drop(keys, "evicted")
             if fits:
                 assert len(frames) == num_frames, "frames that can go did not"
                 return frames
@@ -323,7 +325,7 @@ class Traffic:
                     ledger.frame_pool.give(taken)
                     self.pin(present, -1)
                     keys = ledger.lose(np.array([unit])) if is_enough else keys
-        self.drop(keys)
+        self.drop(keys, "unreadable")
         if not is_enough:
             raise IoError(errno.ENOSPC, "DRAM has no room to bring a group back; type a larger --dram")
         if not good:
@@ -347,7 +349,7 @@ class Traffic:
             num_free = ledger.pool.num_free
             keys = self._drop_idle(STORE_UNITS_MAX, self._disposable() & ~ledger.is_clean())
             was_useful = ledger.pool.num_free > num_free
-        self.drop(keys)
+        self.drop(keys, "evicted")
         return was_useful
 
     def _disposable(self) -> npt.NDArray[np.bool_]:
@@ -358,10 +360,16 @@ class Traffic:
     def _drop_idle(self, num: int, candidates: npt.NDArray[np.bool_]) -> KeyArray:
         return self._ledger.dispose(self._ledger.recency.victims(num, candidates))
 
-    def drop(self, keys: KeyArray) -> None:
+    def drop(self, keys: KeyArray, reason: Reason) -> None:
         """Drop from the tier below what it holds for nobody."""
         if self._tier is not None and len(keys):
-            self._tier.drop(keys)
+            self._tier.drop(keys, reason=reason)
+
+    def _note_refused(self, records: GroupRecords, statuses: Statuses) -> None:
+        """Have the tier below remember what it did not take."""
+        if isinstance(self._tier, Remembers):
+            self._tier.note(records.take(statuses == FULL), "full")
+            self._tier.note(records.take((statuses != FULL) & (statuses != OK)), "failed")
 
     def let_go(self, frames: Ids) -> None:
         """Unpin frames once, and count that as a use of them. Any thread may."""

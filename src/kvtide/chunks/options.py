@@ -38,6 +38,8 @@ class ChunkOptions:
     weights_digest: str = ""
     engine: str = "auto"
     piece_bytes: tuple[int, ...] = ()
+    admission: str = "always"  # which chunks are worth writing: a name of `kvtide.evict.admission`
+    bytes_per_day: int = 0  # what admission by endurance may write
 
     def identity(self) -> Identity:
         """Return the identity of these chunks, as of KV of one token, a layer for each piece.

@@ -12,8 +12,9 @@ import collections
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, KeysView
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,28 +22,19 @@ import numpy.typing as npt
 from kvtide.blocks import KEY, KeyArray
 from kvtide.chunks.bounce import Addresses, Bounce
 from kvtide.chunks.options import ChunkOptions
+from kvtide.chunks.records import ChunkCounts, records_of
 from kvtide.chunks.transfer import LOAD, STORE, Kind, Transfer
 from kvtide.errors import IoError
 from kvtide.evict import Lru
-from kvtide.tiers.contract import FAILED, FULL, OK, READ_REQUEST, GroupRecords, Statuses
+from kvtide.evict.admission import make_admission
+from kvtide.tiers.contract import FAILED, FULL, OK, READ_REQUEST, Statuses, TierStats
 from kvtide.tiers.namespace import open_namespace
+from kvtide.trace.record import Recorder
 
 BATCH_BYTES = 32 << 20  # moved at once: keeps any drive busy, and a load waits for no more than this of a store
 PINNED_SHARE = 0.5  # of the chunks there is room for: the rest can always give way to new ones
 _TOUCHES_MAX = 1024  # calls of `touch` that wait for the worker; older ones are forgotten
 _log = logging.getLogger("kvtide.chunks")
-
-
-@dataclass(slots=True)
-class ChunkCounts:
-    """Chunks since the store was opened; `known` ones were to be stored and were there, `missed` ones to be loaded."""
-
-    stored: int = 0
-    loaded: int = 0
-    known: int = 0
-    evicted: int = 0
-    missed: int = 0
-    failed: int = 0
 
 
 class ChunkStore:
@@ -54,9 +46,18 @@ class ChunkStore:
     Raises: ConfigError, FormatError, IoError as `open_namespace` does.
     """
 
-    def __init__(self, options: ChunkOptions, on_gone: Callable[[KeyArray], object] | None = None) -> None:
-        self._options, self._identity, self._on_gone = options, options.identity(), on_gone
+    def __init__(
+        self,
+        options: ChunkOptions,
+        on_gone: Callable[[KeyArray], object] | None = None,
+        *,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._options, self._identity, self._on_gone, self._recorder = options, options.identity(), on_gone, recorder
         self.layout, self.counts, self.chunk_bytes = options.slot_layout(), ChunkCounts(), options.chunk_bytes
+        self.model = options.model
+        num_keys = max(1, 2 * options.capacity_bytes // self.layout.slot_bytes)  # as many again as there is room for
+        self._admission = make_admission(options.admission, num_keys=num_keys, bytes_per_day=options.bytes_per_day)
         self._bounce = Bounce(self.layout, options.pieces())
         self._open(options.capacity_bytes)
         self.path = self._space.path
@@ -78,6 +79,7 @@ class ChunkStore:
             self.layout,
             capacity_bytes=capacity_bytes,
             engine=options.engine,
+            recorder=self._recorder,
             gap_bytes_max=self.layout.header_bytes,
             is_packed=True,
         )
@@ -104,6 +106,10 @@ class ChunkStore:
     def num_pending(self) -> int:
         """Transfers that are not done."""
         return self._num_open
+
+    def stats(self) -> TierStats:
+        """Return counters and fill of the file."""
+        return self._tier.stats()
 
     @property
     def num_pinned(self) -> int:
@@ -298,7 +304,7 @@ class ChunkStore:
         slots = self._tier.slots_of(keys)
         statuses = self._tier.read(keys, requests, cause="restore").reshape(at.shape).max(axis=1)
         good = statuses == OK
-        self._tier.drop(keys[statuses == FAILED])  # or the engine would ask for them for ever
+        self._tier.drop(keys[statuses == FAILED], reason="unreadable")  # or the engine would ask for them for ever
         lost = ~good & (slots >= 0)
         self._lru.forget(slots[lost])
         self._lru.touch(slots[good])
@@ -320,6 +326,8 @@ class ChunkStore:
         rows = np.flatnonzero(is_new & is_last)
         self.counts.known += len(keys) - len(rows)
         self._lru.touch(self._tier.slots_of(keys[~is_new]))
+        rows = self._let_in(keys, rows)
+        statuses[is_new] = FULL
         if not len(rows):
             return statuses
         self._make_room(len(rows))
@@ -327,13 +335,27 @@ class ChunkStore:
         if self._bounce.needed(at):
             at = self._bounce.lend(len(rows))
             self._bounce.fill(addresses[rows])
-        wrote = self._tier.write(_records(keys[rows]), at, cause="demote")
+        records = records_of(keys[rows])
+        wrote = self._tier.write(records, at, cause="demote")
         statuses[rows] = wrote
         statuses[is_new & ~is_last] = np.where(self._tier.lookup(keys[is_new & ~is_last]), OK, FAILED)
         statuses[~is_new] = np.where(self._tier.lookup(keys[~is_new]), OK, FULL)  # some may have given way just now
+        if (wrote != OK).any():
+            self._tier.note(records.take(wrote == FULL), "full")
+            self._tier.note(records.take(wrote == FAILED), "failed")
         self._lru.admit(self._tier.slots_of(keys[rows[wrote == OK]]))
+        self.counts.refused += int((wrote != OK).sum())
         self.counts.stored += int((wrote == OK).sum())
         return statuses
+
+    def _let_in(self, keys: KeyArray, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+        """Return those of `rows` that are worth writing; the others are noted as refused."""
+        short = np.ascontiguousarray(keys[rows]).view("<u8").reshape(len(rows), -1)[:, 0]
+        good = self._admission.admits(short, num_bytes=self.chunk_bytes, now_ns=time.monotonic_ns())
+        if not good.all():
+            self._tier.note(records_of(keys[rows[~good]]), "refused")
+            self.counts.refused += int((~good).sum())
+        return rows[good]
 
     # What stays
 
@@ -354,7 +376,7 @@ class ChunkStore:
             victims = self._lru.victims(num - num_free, evictable)
             keys = self._tier.table.keys[victims].copy()
             self._lru.forget(victims)
-            self._tier.drop(keys)
+            self._tier.drop(keys, reason="evicted")
         self.counts.evicted += len(keys)
         self._tell_gone(keys)
 
@@ -383,8 +405,3 @@ class ChunkStore:
             self._on_gone(keys)
         except Exception:  # as of a transfer's callback
             _log.exception("kvtide: the engine's answer to chunks that left failed")
-
-
-def _records(keys: KeyArray) -> GroupRecords:
-    ones = np.ones(len(keys), np.int64)
-    return GroupRecords(keys, np.zeros(len(keys), KEY), ones, ones, keys[:, None])

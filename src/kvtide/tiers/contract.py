@@ -7,8 +7,8 @@ nothing about what to keep.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,14 @@ Cause = Literal["prefill-write", "decode-read", "restore", "prefetch", "demote",
 
 # The answers of read and write, one an item.
 OK, MISSING, CORRUPT, FAILED, FULL = 0, 1, 2, 3, 4
+
+Reason = Literal["evicted", "replaced", "corrupt", "unreadable", "full", "failed", "refused", "dropped"]
+"""Why a group is not there: given up for newer ones; stored again with more tokens; a checksum differed; a read failed;
+the tier was full; a write failed; admission kept it out; somebody asked to forget it."""
+# In journals a reason is its place in here: new ones come last.
+REASONS: tuple[Reason, ...] = (
+    *("evicted", "replaced", "corrupt", "unreadable", "full", "failed", "refused", "dropped"),
+)  # fmt: skip
 
 READ_REQUEST = np.dtype([("row", "<u4"), ("fragment", "<u4"), ("address", "<u8")])
 """One fragment of the group `keys[row]`, to be put at `address` (page-aligned, the fragment's padded bytes).
@@ -46,6 +54,10 @@ class GroupRecords:
     def __len__(self) -> int:
         return len(self.keys)
 
+    def valid_block_keys(self) -> KeyArray:
+        """Return the keys of all blocks, group by group. Shapes: [sum of num_blocks]."""
+        return self.block_keys[np.arange(self.block_keys.shape[1]) < self.num_blocks[:, None]]
+
     def take(self, rows: npt.NDArray[np.integer] | npt.NDArray[np.bool_] | slice) -> GroupRecords:
         """Return the records of some rows."""
         return GroupRecords(
@@ -60,6 +72,7 @@ class TierStats:
     `num_reads` and `num_writes` count operations. `gap_bytes` are those of `read_bytes` that lay between what was
     wanted and were read only to join two reads. `num_failed` counts fragments that could not be read, groups that
     could not be written and headers that could not be read; `num_full` counts groups refused for want of room.
+    `dropped` counts groups that were dropped, by reason.
     """
 
     capacity_bytes: int = 0
@@ -73,6 +86,12 @@ class TierStats:
     num_corrupt: int = 0
     num_failed: int = 0
     num_full: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    def note_dropped(self, num: int, reason: Reason) -> None:
+        """Count groups that were dropped."""
+        if num:
+            self.dropped[reason] = self.dropped.get(reason, 0) + num
 
 
 class Tier(Protocol):
@@ -97,8 +116,16 @@ class Tier(Protocol):
         Shapes: addresses [n, F]; returns [n]: OK, FULL (nothing changed) or FAILED (nothing visible).
         """
 
-    def drop(self, keys: KeyArray) -> None:
-        """Forget groups. Keys that are not there are no error."""
+    def drop(self, keys: KeyArray, *, reason: Reason = "dropped") -> None:
+        """Forget groups, for `reason`. Keys that are not there are no error."""
 
     def stats(self) -> TierStats:
         """Return counters and fill, exact to the byte."""
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A tier that can tell later why a group is not there. Those it drops it notes by itself."""
+
+    def note(self, records: GroupRecords, reason: Reason) -> None:
+        """Remember that groups were not let in, and why."""

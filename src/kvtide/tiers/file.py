@@ -25,7 +25,8 @@ from kvtide.blocks import KeyArray
 from kvtide.io.ops import READ, WRITE, Engine, aligned_buffer
 from kvtide.io.schedule import Merged
 from kvtide.spec import SlotLayout
-from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK, Cause, GroupRecords, Statuses, TierStats
+from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK, Cause, GroupRecords, Reason, Statuses, TierStats
+from kvtide.tiers.departures import Departures
 from kvtide.tiers.header import Decoded, HeaderCodec
 from kvtide.tiers.slotio import SlotIo
 from kvtide.tiers.slots import SlotTable
@@ -42,7 +43,7 @@ class FileTier:
     """A `Tier` over one open file.
 
     Fragments that lie up to `gap_bytes_max` bytes apart are read together, over what lies between them. `is_packed`:
-    see the theory above.
+    see the theory above. `departures` is where it notes why a group is not there.
     Threads: one at a time.
     """
 
@@ -57,7 +58,9 @@ class FileTier:
         recorder: Recorder | None = None,
         gap_bytes_max: int = 0,
         is_packed: bool = False,
+        departures: Departures | None = None,
     ) -> None:
+        self._departures = departures
         self._write_slots = self._write_packed if is_packed else self._write_in_steps
         self.layout, self.num_slots, self.table = layout, num_slots, SlotTable.empty(num_slots, layout)
         self._gap_bytes_max = gap_bytes_max
@@ -133,7 +136,7 @@ class FileTier:
             lost = self._read(slots, requests, lost, statuses, cause, 0)
         statuses[lost] = FAILED
         self._stats.num_failed += len(lost)
-        self._drop_slots(slots[statuses == CORRUPT])
+        self._drop_slots(slots[statuses == CORRUPT], "corrupt")  # noted now, written with the next drop or write
         return statuses
 
     def _read(
@@ -172,11 +175,21 @@ class FileTier:
         self.table.fill(slots[rows], records.take(rows), sequences[rows], checksums[rows])
         for key, slot in zip(records.keys[rows].tolist(), slots[rows].tolist(), strict=True):
             self._own(key, slot)
+        if self._departures is not None:
+            self._departures.flush()
         return statuses
 
-    def drop(self, keys: KeyArray) -> None:
+    def drop(self, keys: KeyArray, *, reason: Reason = "dropped") -> None:
         slots = self.slots_of(keys)
-        self._drop_slots(slots[slots >= 0])
+        self._drop_slots(slots[slots >= 0], reason)
+        if self._departures is not None:
+            self._departures.flush()
+
+    def note(self, records: GroupRecords, reason: Reason) -> None:
+        """Remember that groups were not let in, and why."""
+        if self._departures is not None:
+            self._departures.note(records, reason)
+            self._departures.flush()
 
     def stats(self) -> TierStats:
         self._stats.num_groups = len(self._slot_of)
@@ -210,11 +223,17 @@ class FileTier:
         self._free[slot] = True
         self.table.used[slot] = False
 
-    def _drop_slots(self, slots: npt.NDArray[np.int64]) -> None:
-        for slot in np.unique(slots).tolist():
-            if self.table.used[slot]:
-                del self._slot_of[self.table.keys[slot].tobytes()]
-                self._release(slot)
+    def _drop_slots(self, slots: npt.NDArray[np.int64], reason: Reason) -> None:
+        if not len(slots):
+            return
+        slots = np.unique(slots)
+        slots = slots[self.table.used[slots]]
+        self._stats.note_dropped(len(slots), reason)
+        if self._departures is not None:
+            self._departures.note(self.table.records(slots), reason, self.table.sequences[slots])
+        for slot in slots.tolist():
+            del self._slot_of[self.table.keys[slot].tobytes()]
+            self._release(slot)
 
     # Bytes
 

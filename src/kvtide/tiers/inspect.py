@@ -39,6 +39,7 @@ OUR_FILES = (
     "checkpoint.kvt",
     "checkpoint.kvt.partial",
     "data.kvt",
+    "departures.kvt",
     "pace.json",
     "pace.json.partial",
     NAMES,

@@ -17,7 +17,7 @@ from kvtide.blocks import KeyArray
 from kvtide.errors import ConfigError
 from kvtide.io.ops import PAGE_BYTES, address_of
 from kvtide.spec import SlotLayout
-from kvtide.tiers.contract import FULL, MISSING, OK, Cause, GroupRecords, Statuses, TierStats
+from kvtide.tiers.contract import FULL, MISSING, OK, Cause, GroupRecords, Reason, Statuses, TierStats
 from kvtide.units import format_bytes
 
 MADV_POPULATE_WRITE = 23  # Linux 5.14 and later, asm-generic/mman-common.h
@@ -197,11 +197,12 @@ class MemoryTier:
                 self._free.append(old)
         return statuses
 
-    def drop(self, keys: KeyArray) -> None:
+    def drop(self, keys: KeyArray, *, reason: Reason = "dropped") -> None:
         for key in keys.tolist():
             slot = self._slot_of.pop(key, None)
             if slot is not None:
                 self._free.append(slot)
+                self._stats.note_dropped(1, reason)
 
     def stats(self) -> TierStats:
         self._stats.num_groups = len(self._slot_of)

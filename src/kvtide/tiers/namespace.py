@@ -6,6 +6,7 @@
         owner.lock               held with flock by the one process that has it open
         data.kvt                 superblock and slots
         checkpoint.kvt           headers of a clean close; gone while the namespace is open
+        departures.kvt           which blocks left, when and why
 
 Decides who may open, and what in a directory is believed. Knows no policy and no slot content.
 """
@@ -30,6 +31,7 @@ from kvtide.io.opening import open_engine
 from kvtide.io.ops import PAGE_BYTES, READ, WRITE, Engine, aligned_buffer
 from kvtide.io.uring import UringEngine
 from kvtide.spec import Identity, SlotLayout
+from kvtide.tiers.departures import DEPARTURES, Departures
 from kvtide.tiers.file import FileTier
 from kvtide.tiers.header import FORMAT_VERSION, HeaderCodec
 from kvtide.tiers.owner import lock, named
@@ -67,6 +69,7 @@ class OpenNamespace:
     was_clean: bool
     fd: int
     lock_fd: int
+    departures: Departures
 
     def read_pace(self) -> str:
         """Return what the last owner noted of its pace, cut short; empty where nothing is to be read."""
@@ -89,6 +92,7 @@ class OpenNamespace:
             return
         try:
             self.engine.close()
+            self.departures.close()
             write_checkpoint(self.path, self.tier)
         finally:
             os.close(self.fd)
@@ -135,6 +139,7 @@ def open_namespace(
         try:
             with named(path):
                 _prepare_data(path, fd, backend, layout, identity.digest(), num_slots)
+            departures = Departures(path / DEPARTURES)
             tier = FileTier(
                 backend,
                 fd,
@@ -144,11 +149,13 @@ def open_namespace(
                 recorder=recorder,
                 gap_bytes_max=gap_bytes_max,
                 is_packed=is_packed,
+                departures=departures,
             )
             with named(path):
                 was_clean = _load_checkpoint(path, tier, layout, identity.digest())
             if not was_clean:
                 tier.scan()
+                departures.note_scan()
         except BaseException:
             backend.close()
             raise
@@ -158,7 +165,7 @@ def open_namespace(
         os.close(lock_fd)
         raise
     name = "uring" if isinstance(backend, UringEngine) else "threads"
-    return OpenNamespace(path, tier, backend, name, is_direct, was_clean, fd, lock_fd)
+    return OpenNamespace(path, tier, backend, name, is_direct, was_clean, fd, lock_fd, departures)
 
 
 def prepare_root(root: Path) -> None:

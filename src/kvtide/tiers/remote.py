@@ -20,7 +20,7 @@ from kvtide.io.ops import address_of
 from kvtide.spec import SlotLayout
 from kvtide.tiers.breaker import REST_NS, Breaker
 from kvtide.tiers.client import RegistersMemory, RemoteClient, RemoteDown, Values
-from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK, Cause, GroupRecords, Statuses, TierStats
+from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK, Cause, GroupRecords, Reason, Statuses, TierStats
 from kvtide.tiers.envelope import HEADER_BYTES, MANIFEST, PLAIN, ZSTD, Envelope, checksums_at
 from kvtide.tiers.packing import Packer
 
@@ -120,7 +120,7 @@ class RemoteTier:
             self._stats.num_corrupt += int((statuses == CORRUPT).sum())
             self._stats.num_failed += int(((statuses != OK) & (statuses != CORRUPT) & known[requests["row"]]).sum())
             if len(bad):
-                self._remove(client, keys[bad])
+                self._remove(client, keys[bad], "corrupt")
         except RemoteDown as down:
             self.breaker.fail(down)
             self._stats.num_failed += int((statuses != OK).sum())
@@ -142,11 +142,11 @@ class RemoteTier:
         self._stats.num_failed += int((statuses == FAILED).sum())
         return statuses
 
-    def drop(self, keys: KeyArray) -> None:
+    def drop(self, keys: KeyArray, *, reason: Reason = "dropped") -> None:
         client = self._reach() if len(keys) else None
         if client is not None:
             try:
-                self._remove(client, keys)
+                self._remove(client, keys, reason)
             except RemoteDown as down:
                 self.breaker.fail(down)
 
@@ -343,7 +343,7 @@ class RemoteTier:
             statuses[whole] = self._write_manifests(client, records.keys[whole], manifests)
         broken = np.flatnonzero(statuses != OK)
         if len(broken):
-            self._remove(client, records.keys[broken])
+            self._remove(client, records.keys[broken], "failed")
         return statuses
 
     def _write_manifests(self, client: RemoteClient, keys: KeyArray, manifests: npt.NDArray[np.void]) -> Statuses:
@@ -358,9 +358,9 @@ class RemoteTier:
             self._remember(keys[index].tobytes(), manifests[index])
         return statuses
 
-    def _remove(self, client: RemoteClient, keys: KeyArray) -> None:
-        for key in keys.tolist():
-            self._manifests.pop(key, None)
+    def _remove(self, client: RemoteClient, keys: KeyArray, reason: Reason) -> None:
+        gone = [self._manifests.pop(key, None) for key in keys.tolist()]
+        self._stats.note_dropped(len(gone) - gone.count(None), reason)
         client.remove(self._envelope.names(keys))
 
     def _count_read(self, num: int, num_bytes: int) -> None:

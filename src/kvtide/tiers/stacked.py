@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.blocks import KEY, KeyArray
-from kvtide.tiers.contract import FAILED, FULL, MISSING, OK, Cause, GroupRecords, Statuses, Tier, TierStats
+from kvtide.tiers.contract import FAILED, FULL, MISSING, OK, Cause, GroupRecords, Reason, Statuses, Tier, TierStats
 from kvtide.tiers.file import FileTier
 from kvtide.tiers.remote import RemoteTier
 
@@ -63,9 +63,14 @@ class StackedTier:
         near = self.near.write(records, addresses, cause=cause)
         return np.where((near == FAILED) & (far == OK), OK, near).astype(np.uint8)
 
-    def drop(self, keys: KeyArray) -> None:
+    def drop(self, keys: KeyArray, *, reason: Reason = "dropped") -> None:
         if self.near is not None:
-            self.near.drop(keys)
+            self.near.drop(keys, reason=reason)
+
+    def note(self, records: GroupRecords, reason: Reason) -> None:
+        """Remember that groups were not let in, and why."""
+        if self.near is not None:
+            self.near.note(records, reason)
 
     def stats(self) -> TierStats:
         """Return the near tier's counters, with the capacity of both."""

@@ -16,6 +16,7 @@ from kvtide.errors import ConfigError, FormatError
 from kvtide.io.ops import address_of, aligned_buffer
 from kvtide.spec import Identity
 from kvtide.tiers.contract import CORRUPT, FAILED, READ_REQUEST
+from kvtide.tiers.departures import DEPARTURES, Departures
 from kvtide.tiers.file import FileTier
 from kvtide.tiers.inspect import Seen, check_entries, looking_at, problem_of
 from kvtide.tiers.namespace import read_identity, write_checkpoint
@@ -80,7 +81,7 @@ def _verify(path: Path, identity: Identity, on_progress: Callable[[int, int], No
             bad_headers, num_slots_unreadable = _bad_headers(seen, slots)
             statuses = _read_all(tier, slots, buffer, on_progress)
             corrupt = (statuses == CORRUPT) | (bad_headers & (statuses != FAILED))
-            tier.drop(tier.table.keys[slots[corrupt]])
+            _drop_corrupt(path, tier, slots[corrupt])
         finally:
             is_changed = tier.stats().num_groups < len(slots) or not seen.was_clean
             if is_changed and is_all_known:
@@ -97,6 +98,16 @@ def _verify(path: Path, identity: Identity, on_progress: Callable[[int, int], No
             num_slots_unreadable=num_slots_unreadable,
             read_bytes=tier.stats().read_bytes,
         )
+
+
+def _drop_corrupt(path: Path, tier: FileTier, slots: npt.NDArray[np.int64]) -> None:
+    """Forget the groups in `slots`, and note why, for `kvtide why`."""
+    gone, sequences = tier.table.records(slots), tier.table.sequences[slots]
+    tier.drop(gone.keys, reason="corrupt")
+    if len(gone):
+        departures = Departures(path / DEPARTURES)
+        departures.note(gone, "corrupt", sequences)
+        departures.close()
 
 
 def _bad_headers(seen: Seen, slots: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.bool_], int]:

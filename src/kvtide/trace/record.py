@@ -81,12 +81,17 @@ class Ring:
         self._rows[at : at + head] = kept[:head]
         self._rows[: len(kept) - head] = kept[head:]
 
-    def rows(self) -> npt.NDArray[np.void]:
-        """Return a copy of what is kept, oldest first."""
-        if self.num_seen <= len(self._rows):
-            return self._rows[: self.num_seen].copy()
-        at = self.num_seen % len(self._rows)
-        return np.concatenate([self._rows[at:], self._rows[:at]])
+    def rows(self, start: int = 0, end: int | None = None) -> npt.NDArray[np.void]:
+        """Return a copy of what is kept of the rows numbered `start` to `end` as they were seen, oldest first."""
+        size = len(self._rows)
+        end = self.num_seen if end is None else min(end, self.num_seen)
+        start = max(start, self.num_seen - size, 0)
+        if end <= start:
+            return self._rows[:0].copy()
+        first, last = start % size, (end - 1) % size + 1
+        if first < last:
+            return self._rows[first:last].copy()
+        return np.concatenate([self._rows[first:], self._rows[:last]])
 
 
 class Recorder:
@@ -124,9 +129,12 @@ class Recorder:
     def ops_between(self, start: int, end: int) -> npt.NDArray[np.void]:
         """Return the op events recorded between two marks, as far as they are still kept. Shapes: [n] OP_EVENT."""
         with self._lock:
-            rows = self.ops.rows()
-            first = self.ops.num_seen - len(rows)  # the oldest that is kept
-        return rows[max(0, start - first) : max(0, end - first)]
+            return self.ops.rows(start, end)
+
+    def objects_between(self, start: int, end: int) -> npt.NDArray[np.void]:
+        """Return the object events recorded between two marks, as far as they are still kept. Shapes: [n]."""
+        with self._lock:
+            return self.objects.rows(start, end)
 
     def write_parquet(self, path: Path, about: About | None = None) -> int:
         """Write both levels as one trace file; return the number of rows. `about` says where they come from.

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from kvtide.errors import ConfigError, IoError, UnsupportedError
 from kvtide.modelfiles import tokenizer_digest, weights_digest
-from kvtide.spec import Dtype, ModelSpec
+from kvtide.spec import Dtype, Identity, ModelSpec, SlotLayout
 
 DEFAULT_MODEL = "smollm2-135m"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -27,7 +27,7 @@ _TORCH_DTYPES = {Dtype.FP32: torch.float32, Dtype.FP16: torch.float16, Dtype.BF1
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, and what its KV depends on."""
+    """A model ready to run, and what its KV depends on. One that was only described has no `model`."""
 
     name: str
     model: Any
@@ -42,6 +42,20 @@ class LoadedModel:
     def torch_dtype(self) -> torch.dtype:
         """The dtype the model runs, and keeps KV, in."""
         return _TORCH_DTYPES[self.dtype]
+
+    def identity(self, layout: SlotLayout, *, adapter: str = "") -> Identity:
+        """Return what KV of this model depends on when it is stored in `layout`."""
+        return Identity.of(
+            self.spec,
+            layout.shape,
+            block_tokens=layout.block_tokens,
+            group_blocks=layout.group_blocks,
+            weights_digest=self.weights_digest,
+            tokenizer_digest=self.tokenizer_digest,
+            revision=self.revision,
+            adapter=adapter,
+            split=layout.split,
+        )
 
     @property
     def max_positions(self) -> int:
@@ -71,11 +85,32 @@ def load(ref: str | None, *, dtype: str | None, cache_dir: Path, device: str = "
         ) from None
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     model.to(where)
-    config = model.config.to_dict()
+    return _described(folder, tokenizer, model.config.to_dict(), model.dtype, model)
+
+
+def describe(ref: str | None, *, dtype: str | None, cache_dir: Path) -> LoadedModel:
+    """Return what `load` does, without the weights: enough to tell which KV a prompt has, not to compute it.
+
+    Raises: as `load`.
+    """
+    transformers_logging.set_verbosity_error()
+    folder = _embedded(cache_dir) if ref is None or ref == DEFAULT_MODEL else _folder(ref)
+    wanted = None if dtype is None else _TORCH_DTYPES.get(Dtype.parse(dtype))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # as in `load`
+        raise ConfigError(
+            f"cannot read a model from {folder}: {_line(error)}; type --model with a model's folder"
+        ) from None
+    return _described(folder, tokenizer, config.to_dict(), wanted or config.dtype, None)
+
+
+def _described(folder: Path, tokenizer: Any, config: dict[str, Any], dtype: torch.dtype, model: Any) -> LoadedModel:
     spec = ModelSpec.from_config(config, name=Path(folder).name)
-    found = next((name for name, kind in _TORCH_DTYPES.items() if kind == model.dtype), None)
+    found = next((name for name, kind in _TORCH_DTYPES.items() if kind == dtype), None)
     if found is None:
-        raise UnsupportedError(f"the model's dtype is {model.dtype}; type --dtype bf16, fp16 or fp32")
+        raise UnsupportedError(f"the model's dtype is {dtype}; type --dtype bf16, fp16 or fp32")
     return LoadedModel(
         name=spec.name,
         model=model,

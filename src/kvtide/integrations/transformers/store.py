@@ -32,7 +32,7 @@ from kvtide.integrations.transformers.wiring import Wiring
 from kvtide.select.contract import Budget, RebuildsKeys
 from kvtide.select.full import Full
 from kvtide.select.names import make_selector
-from kvtide.spec import Identity, KVShape, SlotLayout, Split, auto_group_blocks
+from kvtide.spec import KVShape, SlotLayout, Split, auto_group_blocks
 from kvtide.trace.record import Recorder
 
 KNEE_BYTES = 128 << 10  # where the drives measured in benchmarks/group_size stop gaining from larger reads
@@ -89,17 +89,7 @@ class KvStore:
         shape = KVShape.of(as_kept_by_transformers(loaded), loaded.dtype)
         group = options.group_blocks or auto_group_blocks(shape, options.block_tokens, options.knee_bytes)
         self.layout = SlotLayout(shape, options.block_tokens, group, options.split)
-        self.identity = Identity.of(
-            loaded.spec,
-            shape,
-            block_tokens=options.block_tokens,
-            group_blocks=group,
-            weights_digest=loaded.weights_digest,
-            tokenizer_digest=loaded.tokenizer_digest,
-            revision=loaded.revision,
-            adapter=options.adapter,
-            split=options.split,
-        )
+        self.identity = loaded.identity(self.layout, adapter=options.adapter)
         check_dram(self.layout, options.dram_bytes)  # before the file tier reserves its room
         self._arena, self._tensor = device_memory(options.device_bytes, loaded.model.device)
         self._below = Below(self.identity, self.layout, options, recorder)

@@ -104,7 +104,7 @@ class Conversation:
 
     def ask(self, question: str) -> None:
         """Add a question; `tokens` is then the next prompt."""
-        content = f"{self._document}\n\n{question}" if not self._messages else question
+        content = f"{self._document}\n\n{question}" if self._document and not self._messages else question
         self._messages.append({"role": "user", "content": content})
         text = self._render()
         tokenizer = self._loaded.tokenizer
@@ -130,6 +130,13 @@ class Conversation:
             return str(tokenizer.apply_chat_template(self._messages, tokenize=False, add_generation_prompt=True))
         lines = [f"{'Q' if m['role'] == 'user' else 'A'}: {m['content']}" for m in self._messages]
         return "\n".join([*lines, "A:"])
+
+
+def first_prompt(described: LoadedModel, text: str) -> list[int]:
+    """Return the tokens of a conversation that begins with the message `text`."""
+    conversation = Conversation(described, "")
+    conversation.ask(text)
+    return conversation.tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from kvtide.chunks.transfer import Kind
 from kvtide.integrations.vllm.facts import facts_of
 from kvtide.integrations.weights import digest_of_weights
 from kvtide.io.ops import address_of
+from kvtide.metrics import recorder_for, serve_chunks
 from kvtide.tiers.contract import OK
 from kvtide.units import parse_bytes
 
@@ -50,6 +51,7 @@ class KvtideTier(SecondaryTierManager):
     """Chunks of the primary tier in one bounded file under `directory`.
 
     `capacity` bounds the file, as bytes or `64GiB`. `salt` parts tenants that share a directory.
+    `metrics_port` is where kvtide's own metrics are served, as a port or `HOST:PORT`; None: nowhere.
 
     Raises: ConfigError, FormatError, IoError of `ChunkStore`: vLLM then does not start, and shows the message.
     """
@@ -64,12 +66,14 @@ class KvtideTier(SecondaryTierManager):
         directory: str = "~/.cache/kvtide/vllm",
         capacity: str | int = CAPACITY,
         salt: str = "",
+        metrics_port: str | int | None = None,
         backpressure_detector: Any = None,
         locality: str | None = None,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         del locality  # what it would publish with events; this tier has none
         config = offloading_spec.config
+        recorder = recorder_for(metrics_port)
         self._store = ChunkStore(
             ChunkOptions(
                 Path(directory).expanduser(),
@@ -78,8 +82,14 @@ class KvtideTier(SecondaryTierManager):
                 config.model.name[:256],
                 facts_of(offloading_spec, salt),
                 digest_of_weights(config.model.name),
-            )
+            ),
+            recorder=recorder,
         )
+        try:
+            self._endpoint = serve_chunks(self._store, metrics_port, integration="vllm", recorder=recorder)
+        except BaseException:
+            self._store.close()
+            raise
         self._held = self._store.held
         self._address = address_of(np.frombuffer(primary_kv_view, np.uint8))
         self._jobs: dict[Transfer, TransferJob] = {}
@@ -113,6 +123,8 @@ class KvtideTier(SecondaryTierManager):
         self._store.drain()
 
     def shutdown(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()
         self._store.close()
         self._primary_kv_view = memoryview(b"")  # whoever owns the memory can give it back
 

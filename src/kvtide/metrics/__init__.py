@@ -1,0 +1,19 @@
+"""What a running kvtide tells Prometheus: the same names in every integration."""
+
+from kvtide.metrics.endpoint import Endpoint, open_endpoint, parse_address
+from kvtide.metrics.engines import recorder_for, serve_chunks
+from kvtide.metrics.names import METRICS, Metric
+from kvtide.metrics.sources import CacheSource, ChunkSource, Source
+
+__all__ = [
+    "METRICS",
+    "CacheSource",
+    "ChunkSource",
+    "Endpoint",
+    "Metric",
+    "Source",
+    "open_endpoint",
+    "parse_address",
+    "recorder_for",
+    "serve_chunks",
+]
