@@ -37,6 +37,7 @@ def document(tmp_path: Path, num_words: int) -> str:
 def test_verify_at_a_tenth_of_the_kv_and_after_a_restart(dtype: str, tmp_path: Path) -> None:
     common = ["run", "--verify", "--json", "--document", document(tmp_path, 30), "--dir", str(tmp_path / "store")]
     common += ["--group-blocks", "2", "--dtype", dtype, "--max-new-tokens", "3", "--ask", "What follows fact 3?"]
+    common += ["--reuse", "always"]  # however slow the disk is at the moment
     trace = tmp_path / "trace.parquet"
     run = process if dtype == "fp32" else kvtide  # what a process leaves, another one finds
     first = run(*common, "--trace", str(trace), "--device-memory", str(KV_BYTES[dtype] * 90 // 10))
