@@ -37,3 +37,11 @@ def models(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtide.integrations import transformers
 
     monkeypatch.setattr(transformers, "load", inprocess.load_once)
+
+
+@pytest.fixture
+def short_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let it use those without most of their layers: where what the model says does not matter."""
+    from kvtide.integrations import transformers
+
+    monkeypatch.setattr(transformers, "load", inprocess.load_short)

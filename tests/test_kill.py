@@ -25,7 +25,7 @@ from simkv import Groups, check_slots, group_key
 
 KILLS_EACH = 100  # of each of two workers
 LIFE_S_MAX = 0.08
-PATIENCE_S = 3
+PATIENCE_S = 1
 
 
 @dataclass
