@@ -17,6 +17,7 @@ run: $(STAMP)
 
 # Two processes share the tests. Those that judge what the disk does run afterwards, when nothing else uses it.
 test: check
+	$(PY) -m compileall -q src
 	$(PY) -m pytest --numprocesses 2 --dist worksteal --ignore tests/test_planted_root.py
 	$(PY) -m pytest tests/test_planted_root.py
 
