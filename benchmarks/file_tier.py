@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,12 +55,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     prefix = Prefix(root, args.model, num_tokens=args.tokens, group_blocks=group, engine=args.engine, seed=args.seed)
     try:
         check(prefix)
-        uses_fio = has_fio()
+        depths = (DEPTHS[:1] if args.smoke else DEPTHS) if has_fio() else ()
         if not prefix.namespace.is_direct:
             print(prefix.access, file=sys.stderr)
         runs = {
-            "read": in_turns(ways_of(prefix, "read", scratch, uses_fio=uses_fio), args.repeats),
-            "write": in_turns(ways_of(prefix, "write", scratch, uses_fio=uses_fio), args.repeats),
+            "read": in_turns(ways_of(prefix, "read", scratch, depths), args.repeats),
+            "write": in_turns(ways_of(prefix, "write", scratch, depths), args.repeats),
         }
         parts = [parts_of(prefix) for _ in range(min(args.repeats, 3))]
         stats = prefix.tier.stats()
@@ -76,7 +76,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "group_blocks": group,
             "engine": prefix.namespace.engine_name,
             "depth_max": prefix.namespace.engine.depth_max,
-            "fio": fio_version() if uses_fio else "absent",
+            "fio": fio_version() if depths else "absent",
             "smoke": args.smoke,
             "seed": args.seed,
             "repeats": args.repeats,
@@ -105,7 +105,7 @@ def check(prefix: Prefix) -> None:
     assert xxhash.xxh3_128_digest(buffer.data) == wanted, "other bytes were read than written"
 
 
-def ways_of(prefix: Prefix, kind: str, scratch: Any, *, uses_fio: bool) -> dict[str, Callable[[], Run]]:
+def ways_of(prefix: Prefix, kind: str, scratch: Any, depths: Sequence[int]) -> dict[str, Callable[[], Run]]:
     """Return what is compared: our tier, our engine without checksums, and fio at each depth."""
     num_bytes = sum(prefix.layout.fragment_padded_bytes) * prefix.num_groups
     requests = prefix.requests(list(range(prefix.layout.num_layers)))
@@ -116,8 +116,8 @@ def ways_of(prefix: Prefix, kind: str, scratch: Any, *, uses_fio: bool) -> dict[
     if is_read:
         ways["engine alone"] = lambda: timed(prefix.read_unverified, num_bytes)
     path = prefix.data_path if is_read else scratch
-    has_fixed = uses_fio and can_pin(prefix.data_path, depth=max(DEPTHS), is_direct=is_direct)
-    for depth in DEPTHS if uses_fio else ():
+    has_fixed = bool(depths) and can_pin(prefix.data_path, depth=max(depths), is_direct=is_direct)
+    for depth in depths:
         for is_fixed in (False, True) if has_fixed else (False,):
             ways[f"fio depth {depth}{' fixed' if is_fixed else ''}"] = partial(
                 run_fio, path, kind, num_bytes=num_bytes, depth=depth, is_direct=is_direct, is_fixed=is_fixed

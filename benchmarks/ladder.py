@@ -95,7 +95,7 @@ def main() -> int:
     made.set_defaults(repeats=3)
     args = made.parse_args()
     if args.smoke:
-        args.repeats, args.probe_seconds, args.context = 1, 2.0, 600
+        args.repeats, args.probe_seconds, args.context = 1, 1.0, 600
     return run_on_model("ladder", args, measure, show)
 
 

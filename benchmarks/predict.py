@@ -97,7 +97,7 @@ def main() -> int:
     made.add_argument("--probe-seconds", type=float, default=30.0)
     args = made.parse_args()
     if args.smoke:
-        args.repeats, args.probe_seconds = 1, 2.0
+        args.repeats, args.probe_seconds = 1, 1.0
     return run_on_model("predict", args, measure, show)
 
 

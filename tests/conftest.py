@@ -7,7 +7,7 @@ import signal
 import threading
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import inprocess
 
@@ -15,7 +15,8 @@ import inprocess
 # to help; and where others use the machine, each of a model's many small steps would wait for it to be scheduled.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-settings.register_profile("unhurried", deadline=None)  # how long an example takes is the machine's affair
+# How long an example takes, to make or to run, is the machine's affair.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
 
@@ -36,3 +37,11 @@ def models(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtide.integrations import transformers
 
     monkeypatch.setattr(transformers, "load", inprocess.load_once)
+
+
+@pytest.fixture
+def short_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let it use those without most of their layers: where what the model says does not matter."""
+    from kvtide.integrations import transformers
+
+    monkeypatch.setattr(transformers, "load", inprocess.load_short)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import subprocess
 import sys
+import tempfile
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,3 +36,19 @@ def load_once(ref: str | None, *, dtype: str | None, **_where: Any) -> Any:
     from kvtide.integrations.transformers.models import load
 
     return load(ref, dtype=dtype, cache_dir=MODELS)
+
+
+@functools.cache
+def load_short(ref: str | None, *, dtype: str | None, **_where: Any) -> Any:
+    """Return the embedded model without most of its layers: where a pass of the model is run but not looked at."""
+    from kvtide.integrations.transformers.models import DEFAULT_MODEL, _embedded, load
+
+    assert ref in {None, DEFAULT_MODEL}
+    whole = _embedded(MODELS)
+    with tempfile.TemporaryDirectory() as folder:
+        for file in whole.iterdir():
+            (Path(folder) / file.name).symlink_to(file)
+        config = Path(folder) / "config.json"
+        config.unlink()
+        config.write_text(json.dumps(json.loads((whole / "config.json").read_text()) | {"num_hidden_layers": 4}))
+        return load(folder, dtype=dtype, cache_dir=MODELS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,11 @@ def kv_rows(tokens: list[int], layer: int, start: int, end: int) -> tuple[np.nda
             rows.append(np.frombuffer(hashlib.shake_128(state.digest()).digest(512), np.uint8))
     both = np.array(rows, np.uint8).reshape(-1, 512)
     return both[:, :256], both[:, 256:]
+
+
+def threads_since(before: set[threading.Thread]) -> list[str]:
+    """Names of the threads that run and are not among those that ran `before`, which may have ended meanwhile."""
+    return sorted(thread.name for thread in set(threading.enumerate()) - before)
 
 
 class Walker:

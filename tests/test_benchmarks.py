@@ -36,14 +36,14 @@ def _params() -> list[object]:
 
 
 def in_process(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a benchmark of the model on the one that other tests have loaded, too."""
+    """Run a benchmark of the model on a short form of it."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.syspath_prepend(str(BENCHMARKS[0].parent))
         patch.setattr(sys, "argv", command)
         import _model
 
-        patch.setattr(_model, "load", inprocess.load_once)
+        patch.setattr(_model, "load", inprocess.load_short)
         with pytest.raises(SystemExit) as left:
             runpy.run_path(command[0], run_name="__main__")
     return subprocess.CompletedProcess(command, left.value.code or 0, out.getvalue(), err.getvalue())

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvhelp import Walker, open_small, small_cache, small_identity, small_layout
+from kvhelp import Walker, open_small, small_cache, small_identity, small_layout, threads_since
 from kvtide.cache import CacheOptions, CpuArena, LostKv, TieredCache
 from kvtide.cache.sequence import Sequence
 from kvtide.errors import ConfigError, IoError
@@ -308,12 +308,11 @@ def test_failed_writes_cost_only_room() -> None:
 
 
 def test_close_is_idempotent_and_ends_the_thread() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     cache = small_cache(LAYOUT, MemoryTier(LAYOUT, 4 * LAYOUT.slot_bytes))
     sequence = filled(cache, numbers(9))
-    assert threading.active_count() == before + 1
+    assert threads_since(before) == ["kvtide-mover"]
     cache.close()
     cache.close()
     cache.release(sequence)
-    assert threading.active_count() == before
-    assert not any(thread.name == "kvtide-mover" for thread in threading.enumerate())
+    assert threads_since(before) == []

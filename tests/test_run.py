@@ -39,6 +39,7 @@ def document(tmp_path: Path, num_words: int) -> str:
 def test_verify_at_a_tenth_of_the_kv_and_after_a_restart(dtype: str, tmp_path: Path) -> None:
     common = ["run", "--verify", "--json", "--document", document(tmp_path, 30), "--dir", str(tmp_path / "store")]
     common += ["--group-blocks", "2", "--dtype", dtype, "--max-new-tokens", "3", "--ask", "What follows fact 3?"]
+    common += ["--reuse", "always"]  # however slow the disk is at the moment
     trace = tmp_path / "trace.parquet"
     run = process if dtype == "fp32" else kvtide  # what a process leaves, another one finds
     first = run(*common, "--trace", str(trace), "--device-memory", str(KV_BYTES[dtype] * 90 // 10))
@@ -61,6 +62,7 @@ def test_verify_at_a_tenth_of_the_kv_and_after_a_restart(dtype: str, tmp_path: P
 
 
 @pytest.mark.model
+@pytest.mark.usefixtures("short_models")
 def test_layouts_have_stores_of_their_own_and_give_the_same_tokens(tmp_path: Path) -> None:
     common = ["run", "--verify", "--json", "--document", document(tmp_path, 60), "--dir", str(tmp_path / "store")]
     common += ["--dtype", "bf16", "--max-new-tokens", "2", "--ask", "What follows fact 3?"]
@@ -75,7 +77,7 @@ def test_layouts_have_stores_of_their_own_and_give_the_same_tokens(tmp_path: Pat
     assert len([path for path in (tmp_path / "store").iterdir() if path.is_dir()]) == 2
 
 
-@pytest.mark.usefixtures("models")
+@pytest.mark.usefixtures("short_models")
 def test_a_selection_is_attended_to_and_told_of(tmp_path: Path) -> None:
     common = ["run", "--json", "--document", document(tmp_path, 240), "--dir", str(tmp_path / "store")]
     common += ["--dtype", "fp32", "--max-new-tokens", "6", "--ask", "What follows fact 3?", "--budget", "96"]
@@ -94,7 +96,7 @@ def test_a_selection_is_attended_to_and_told_of(tmp_path: Path) -> None:
     assert "quest attended to" in said.stdout
 
 
-@pytest.mark.usefixtures("models")
+@pytest.mark.usefixtures("short_models")
 def test_a_budget_too_small_for_the_method_is_refused_with_the_least_there_is(tmp_path: Path) -> None:
     done = kvtide("run", "--document", document(tmp_path, 60), "--dir", str(tmp_path / "store"), "--dtype", "fp32",
                   "--ask", "What?", "--select", "quest", "--budget", "32")  # fmt: skip
@@ -103,7 +105,7 @@ def test_a_budget_too_small_for_the_method_is_refused_with_the_least_there_is(tm
     assert "type --budget" in done.stderr
 
 
-@pytest.mark.usefixtures("models")
+@pytest.mark.usefixtures("short_models")
 def test_chat_reads_questions_from_standard_input_without_a_disk(tmp_path: Path) -> None:
     done = kvtide(
         *["run", "--chat", "--disk", "0", "--document", document(tmp_path, 60), "--max-new-tokens", "3"],

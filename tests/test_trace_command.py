@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,10 @@ from inprocess import kvtide
 from kvtide.errors import UnsupportedError
 from kvtide.trace.file import TraceFile
 from kvtide.trace.kernel import find_tracefs, tracefs
+from kvtide.trace.live import family
 
 KVTIDE = [sys.executable, "-m", "kvtide"]
+PATIENCE_S = 300  # a machine that others use, too
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +35,21 @@ def can_trace() -> bool:
     except UnsupportedError:
         return False
     return True
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < until, "it never came to that"
+        time.sleep(0.02)
+
+
+def commands_of(pids: set[int]) -> set[str]:
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            found.add(Path(f"/proc/{pid}/comm").read_text().strip())
+    return found
 
 
 @pytest.mark.parametrize(
@@ -55,7 +74,7 @@ def test_what_cannot_be_traced_is_explained(words: list[str], message: str, tmp_
 
 def test_the_exit_code_of_the_command_is_kept(tmp_path: Path) -> None:
     command = [*KVTIDE, "trace", "--json", "--", "sh", "-c", "exit 7"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 7, done.stderr
     assert json.loads(done.stdout)["exit_code"] == 7
     assert [path.name for path in tmp_path.iterdir()] == ["trace.kvtrace"]
@@ -80,13 +99,11 @@ def test_ctrl_c_keeps_what_was_recorded_and_leaves_no_instance(tmp_path: Path) -
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     name = f"{tracefs.PREFIX}{running.pid}-"
     instances = find_tracefs() / "instances"
-    for _ in range(200):
-        if any(path.name.startswith(name) for path in instances.iterdir()):
-            break
-        time.sleep(0.05)
-    time.sleep(0.5)
+    wait_until(lambda: "sleep" in commands_of(family({running.pid})))  # what is recorded runs
+    assert any(path.name.startswith(name) for path in instances.iterdir())
+    time.sleep(0.5)  # a few samples
     running.send_signal(signal.SIGINT)
-    told, _ = running.communicate(timeout=30)
+    told, _ = running.communicate(timeout=PATIENCE_S)
     assert any("Interrupted" in note for note in json.loads(told)["notes"])
     assert not any(path.name.startswith(name) for path in instances.iterdir())
     assert TraceFile(tmp_path / "trace.kvtrace").about.rows["sample"] > 0
@@ -98,10 +115,7 @@ def test_an_instance_of_a_killed_process_is_taken_away() -> None:
     instances = find_tracefs() / "instances"
     running = subprocess.Popen([*KVTIDE, "trace", "--seconds", "30"])
     name = f"{tracefs.PREFIX}{running.pid}-"
-    for _ in range(200):
-        if any(path.name.startswith(name) for path in instances.iterdir()):
-            break
-        time.sleep(0.05)
+    wait_until(lambda: any(path.name.startswith(name) for path in instances.iterdir()))
     running.kill()
     running.wait()
     assert kvtide("trace", "--seconds", "0.2").returncode == 0

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from kvhelp import threads_since  # noqa: E402
 from kvtide.cache import LostKv  # noqa: E402
 from kvtide.cache.steps import next_prefill_end  # noqa: E402
 from kvtide.errors import ConfigError, UnsupportedError  # noqa: E402
@@ -253,7 +254,7 @@ def test_a_prompt_may_hold_the_padding_token() -> None:
 
 def test_named_errors_and_nothing_left_behind(tmp_path: Path) -> None:
     loaded = small_model()
-    hooks, threads = len(loaded.model._forward_pre_hooks), threading.active_count()
+    hooks, threads = len(loaded.model._forward_pre_hooks), set(threading.enumerate())
     with KvStore(loaded, options(tmp_path)) as store:
         with pytest.raises(ConfigError, match="empty"):
             store.session([])
@@ -264,7 +265,7 @@ def test_named_errors_and_nothing_left_behind(tmp_path: Path) -> None:
             loaded.model(inputs_embeds=torch.zeros(1, 40, 64), cache=session.kv, use_cache=True)
         session.generate(max_new_tokens=2)
     assert len(loaded.model._forward_pre_hooks) == hooks
-    assert threading.active_count() == threads
+    assert threads_since(threads) == []
     with (
         pytest.raises(ConfigError, match="--device-memory"),
         KvStore(loaded, options(None, device_bytes=4096)) as store,

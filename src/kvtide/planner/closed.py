@@ -13,6 +13,7 @@ step reads is spread over the tiers as all KV is. Next: report.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from kvtide.planner.inputs import Job, Machine, check
@@ -200,7 +201,8 @@ def read_pattern(job: Job, num_tokens: int) -> tuple[int, int, int]:
     """Return how one decode step reads: ops in all, bytes of one, and how many are known at once (a layer's)."""
     shape, slot = job.shape(), job.slot()
     num_ops = num_bytes = most = 0
-    for index in range(shape.num_layers):  # all tokens, also where attention sees a window: they are kept as one
+    # Layers of one shape read alike. All tokens, also where attention sees a window: they are kept as one.
+    for layer, num_layers in Counter(shape.layers).items():
         blocks = max(1, round(-(-num_tokens // job.block_tokens) * job.select))
         found = fragments(
             shape,
@@ -210,10 +212,10 @@ def read_pattern(job: Job, num_tokens: int) -> tuple[int, int, int]:
             block_tokens=job.block_tokens,
             group_blocks=slot.group_blocks,
             k=blocks if job.select < 1.0 else 1,
-            layer=index,
+            layer=shape.layers.index(layer),
         )
-        num_ops += job.batch * found.num_fragments
-        num_bytes += job.batch * found.padded_bytes
+        num_ops += job.batch * num_layers * found.num_fragments
+        num_bytes += job.batch * num_layers * found.padded_bytes
         most = max(most, job.batch * found.num_fragments)
     if job.fragment_bytes is not None:
         num_ops, most = -(-num_bytes // job.fragment_bytes), -(-num_bytes // job.fragment_bytes // shape.num_layers)
