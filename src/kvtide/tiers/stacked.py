@@ -12,7 +12,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.blocks import KEY, KeyArray
-from kvtide.tiers.contract import FAILED, FULL, MISSING, OK, Cause, GroupRecords, Reason, Statuses, Tier, TierStats
+from kvtide.tiers.contract import (
+    FAILED,
+    FULL,
+    MISSING,
+    OK,
+    Cause,
+    GroupRecords,
+    Reason,
+    Remembers,
+    Statuses,
+    Tier,
+    TierStats,
+)
 from kvtide.tiers.file import FileTier
 from kvtide.tiers.remote import RemoteTier
 
@@ -69,7 +81,7 @@ class StackedTier:
 
     def note(self, records: GroupRecords, reason: Reason) -> None:
         """Remember that groups were not let in, and why."""
-        if self.near is not None:
+        if isinstance(self.near, Remembers):
             self.near.note(records, reason)
 
     def stats(self) -> TierStats:
