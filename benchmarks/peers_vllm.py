@@ -18,9 +18,12 @@ import numpy as np
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
-from vllm.v1.kv_offload.tiering.base import TransferJob
-from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+try:
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+except ImportError:
+    sys.exit(print("peers_vllm: skipped, vLLM is not installed here: see docs/engines.md", file=sys.stderr))
 
 from _bench import summary
 from _peers import Rows, chunk_key, run_peers

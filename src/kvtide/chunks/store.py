@@ -12,7 +12,6 @@ import collections
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, KeysView
 from dataclasses import replace
 
@@ -21,12 +20,12 @@ import numpy.typing as npt
 
 from kvtide.blocks import KEY, KeyArray
 from kvtide.chunks.bounce import Addresses, Bounce
+from kvtide.chunks.door import Door
 from kvtide.chunks.options import ChunkOptions
 from kvtide.chunks.records import ChunkCounts, records_of
 from kvtide.chunks.transfer import LOAD, STORE, Kind, Transfer
 from kvtide.errors import IoError
 from kvtide.evict import Lru
-from kvtide.evict.admission import make_admission
 from kvtide.tiers.contract import FAILED, FULL, OK, READ_REQUEST, Statuses, TierStats
 from kvtide.tiers.namespace import open_namespace
 from kvtide.trace.record import Recorder
@@ -56,8 +55,7 @@ class ChunkStore:
         self._options, self._identity, self._on_gone, self._recorder = options, options.identity(), on_gone, recorder
         self.layout, self.counts, self.chunk_bytes = options.slot_layout(), ChunkCounts(), options.chunk_bytes
         self.model = options.model
-        num_keys = max(1, 2 * options.capacity_bytes // self.layout.slot_bytes)  # as many again as there is room for
-        self._admission = make_admission(options.admission, num_keys=num_keys, bytes_per_day=options.bytes_per_day)
+        self._door = Door(options, self.layout)
         self._bounce = Bounce(self.layout, options.pieces())
         self._open(options.capacity_bytes)
         self.path = self._space.path
@@ -326,7 +324,10 @@ class ChunkStore:
         rows = np.flatnonzero(is_new & is_last)
         self.counts.known += len(keys) - len(rows)
         self._lru.touch(self._tier.slots_of(keys[~is_new]))
-        rows = self._let_in(keys, rows)
+        rows, refused = self._door.let_in(keys, rows)
+        if len(refused):
+            self._tier.note(records_of(keys[refused]), "refused")
+            self.counts.refused += len(refused)
         statuses[is_new] = FULL
         if not len(rows):
             return statuses
@@ -347,15 +348,6 @@ class ChunkStore:
         self.counts.refused += int((wrote != OK).sum())
         self.counts.stored += int((wrote == OK).sum())
         return statuses
-
-    def _let_in(self, keys: KeyArray, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-        """Return those of `rows` that are worth writing; the others are noted as refused."""
-        short = np.ascontiguousarray(keys[rows]).view("<u8").reshape(len(rows), -1)[:, 0]
-        good = self._admission.admits(short, num_bytes=self.chunk_bytes, now_ns=time.monotonic_ns())
-        if not good.all():
-            self._tier.note(records_of(keys[rows[~good]]), "refused")
-            self.counts.refused += int((~good).sum())
-        return rows[good]
 
     # What stays
 
