@@ -2,7 +2,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: run test check bench bench-predict fuzz fmt clean test-engines test-vllm
+.PHONY: run test check bench bench-peers bench-predict fuzz fmt clean test-engines test-vllm
 FUZZ_S := 60
 .DEFAULT_GOAL := run
 
@@ -65,6 +65,15 @@ test-vllm: $(VLLM)/.installed $(STAMP)
 
 bench: $(STAMP)
 	for b in benchmarks/[a-z]*.py; do $(PY) $$b || exit 1; done
+
+# Beside the engines' own disk tiers, in their environments. What their file backends import beside:
+PEER_NEEDS := aiofiles fastapi msgspec orjson pillow pybase64 pyzmq setproctitle triton
+
+bench-peers: $(ENGINES)/.installed $(VLLM)/.installed
+	$(ENGINES)/bin/python -m pip install --quiet $(PEER_NEEDS)
+	$(VLLM)/bin/python benchmarks/peers_vllm.py
+	$(ENGINES)/bin/python benchmarks/peers_sglang.py
+	$(ENGINES)/bin/python benchmarks/peers_lmcache.py
 
 bench-predict: $(STAMP)
 	$(PY) benchmarks/predict.py
