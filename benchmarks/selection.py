@@ -87,7 +87,7 @@ def updated(payload: dict[str, Any], former: Path | None) -> dict[str, Any]:
     ran = {name for part in payload["parts"] for name in part["methods"]}
     for rows in ("answers", "mass"):
         payload[rows] = [row for row in found[rows] if row["method"] not in ran] + payload[rows]
-    return payload | {"parts": found["parts"] + payload["parts"]}
+    return payload | {"parts": found["parts"] + payload["parts"], "environment_of_others": found["environment"]}
 
 
 def show(payload: dict[str, Any]) -> None:
