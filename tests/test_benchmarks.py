@@ -17,7 +17,9 @@ import pytest
 
 import inprocess
 
-BENCHMARKS = sorted((Path(__file__).parent.parent / "benchmarks").glob("[a-z]*.py"))
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+PEERS = sorted(FOLDER.glob("peers_*.py"))  # need an engine, which is not here
+BENCHMARKS = sorted(set(FOLDER.glob("[a-z]*.py")) - set(PEERS))
 ENVIRONMENT = {"machine", "kernel", "python", "numpy", "filesystem", "mount_options", "drive", "commit", "date"}
 MODEL = "from _model import"
 TIMEOUT_S = 300  # a machine that others use, too
@@ -91,3 +93,10 @@ def _dicts(value: object) -> Iterator[dict[str, object]]:
     elif isinstance(value, list):
         for part in value:
             yield from _dicts(part)
+
+
+@pytest.mark.parametrize("path", PEERS, ids=lambda path: path.stem)
+def test_without_its_engine_a_benchmark_says_so(path: Path) -> None:
+    done = subprocess.run([sys.executable, str(path), "--smoke"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "skipped" in done.stderr
