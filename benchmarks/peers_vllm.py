@@ -68,7 +68,8 @@ class Tier:
         context, left, began = ReqContext(req_id=f"request-{self._next_id}"), self._keys, time.perf_counter()
         self._next_id += 1
         while left:
-            left = [key for key in left if self._tier.lookup(key, context) is LookupResult.RETRY]
+            look_up, again = self._tier.lookup, LookupResult.RETRY
+            left = [key for key in left if look_up(key, context) is again]
             self._tier.on_schedule_end(ScheduleEndContext((), ()))
         seconds = time.perf_counter() - began
         self._tier.on_request_finished(context)

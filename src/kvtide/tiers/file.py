@@ -17,6 +17,7 @@ fragments when it is read.
 from __future__ import annotations
 
 from collections.abc import KeysView
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -199,9 +200,11 @@ class FileTier:
     # Slots
 
     def slots_of(self, keys: KeyArray) -> npt.NDArray[np.int64]:
-        """Return where each group lies, -1 where it is not there. Threads: any may ask."""
-        get = self._slot_of.get
-        return np.array([get(key, -1) for key in keys.tolist()], np.int64)
+        """Return where each group lies, -1 where it is not there. Threads: any may ask.
+
+        No step of it is Python's own, so another thread that computes does not get the interpreter in between.
+        """
+        return np.fromiter(map(self._slot_of.get, keys.tolist(), repeat(-1)), np.int64, len(keys))
 
     def _allocate(self, num: int, after: int) -> npt.NDArray[np.int64]:
         """Return up to `num` free slots, in one run behind slot `after` where there is one, else the lowest."""

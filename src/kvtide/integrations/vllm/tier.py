@@ -44,6 +44,7 @@ _COUNTERS = {
     "failed": "Chunks the disk could not write or read.",
 }
 _FIRST_GROUP = bytes(4)
+_HIT, _MISS = LookupResult.HIT, LookupResult.MISS  # looked up once: the class of an enumeration is slow to ask
 _USED = "vllm:kvtide_used_bytes"
 
 
@@ -98,7 +99,7 @@ class KvtideTier(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         folded = key[:32] if key[32:] == _FIRST_GROUP else fold_one(key)  # asked for every chunk of every request
-        return LookupResult.HIT if folded in self._held else LookupResult.MISS
+        return _HIT if folded in self._held else _MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._submit(STORE, job_metadata)
