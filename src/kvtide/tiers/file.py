@@ -243,7 +243,7 @@ class FileTier:
     def _write_packed(
         self, slots: npt.NDArray[np.int64], records: GroupRecords, addresses: npt.NDArray[np.uint64], cause: Cause
     ) -> Written:
-        """Write headers and fragments at once, in portions, each hashed while the drive has the one before."""
+        """Write headers and fragments at once, in portions: one is hashed while the drive has the one before."""
         num, num_fragments = addresses.shape
         sequences = self._next_sequences(num)
         checksums, good = np.empty((num, num_fragments), np.uint64), np.zeros(num, np.bool_)
@@ -257,11 +257,11 @@ class FileTier:
             at = addresses[rows].ravel()
             checksums[rows] = self._io.checksums(fragments, at).reshape(-1, num_fragments)
             self._codec.encode(records.take(rows), sequences[rows], checksums[rows], pages[rows])
-            while begun:
-                self._end_packed(*begun.pop(), slots, good, cause)
             parts = self._io.fragment_ops(np.repeat(slots[rows], num_fragments), fragments, at, WRITE)
             batch = np.concatenate([self._io.header_ops(slots[rows], pages[rows], WRITE), parts])
             begun.append((rows, self._io.begin(batch)))
+            if len(begun) > 1:
+                self._end_packed(*begun.pop(0), slots, good, cause)
         for rows, merged in begun:
             self._end_packed(rows, merged, slots, good, cause)
         return good, sequences, checksums

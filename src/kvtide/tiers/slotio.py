@@ -15,7 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvtide.errors import IoError, ShortIo
-from kvtide.io.ops import OP, PAGE_BYTES, WRITE, Batch, Engine, address_of
+from kvtide.io.ops import OP, PAGE_BYTES, WRITE, Batch, Completions, Engine, address_of
 from kvtide.io.schedule import Merged, merge
 from kvtide.spec import SlotLayout
 from kvtide.tiers.contract import Cause, TierStats
@@ -36,6 +36,7 @@ class SlotIo:
     ) -> None:
         self.engine = engine
         self._fd, self._layout, self._stats, self._recorder = fd, layout, stats, recorder
+        self._num_batches, self._early = 0, dict[int, Completions]()
         self._offsets = np.array(layout.fragment_offset, np.uint64)
         self._lengths = np.array(layout.fragment_padded_bytes, np.uint32)
         self._views = [(ctypes.c_uint8 * length).from_address for length in layout.fragment_padded_bytes]
@@ -70,8 +71,10 @@ class SlotIo:
         return self.all_done(self.begin(batch), cause, slots, None)
 
     def begin(self, batch: Batch, gap_bytes_max: int = 0) -> Merged:
-        """Hand over every operation, merged where they touch, or nearly so."""
+        """Hand over every operation, merged where they touch, or nearly so. Several batches may be under way."""
         merged = merge(batch, bytes_max=OP_BYTES_MAX, gap_bytes_max=gap_bytes_max)
+        self._num_batches = (self._num_batches + 1) % (1 << 31)
+        merged.batch["tag"] += np.uint64(self._num_batches << 32)
         self.engine.submit(merged.batch)
         return merged
 
@@ -103,8 +106,9 @@ class SlotIo:
         order = np.argsort(merged.part_of, kind="stable")
         bounds = np.searchsorted(merged.part_of[order], np.arange(len(merged.batch) + 1))
         outstanding = len(merged.batch)
+        number = int(merged.batch["tag"][0]) >> 32 if outstanding else 0
         while outstanding:
-            completions = self.engine.reap(1)
+            completions = self._reap(number)
             outstanding -= len(completions)
             tags = completions["tag"].astype(np.int64)
             whole = (completions["error"] == 0) & (completions["length"] == merged.batch["length"][tags])
@@ -115,6 +119,21 @@ class SlotIo:
             parts = np.concatenate([order[bounds[tag] : bounds[tag + 1]] for tag in tags.tolist()])
             moved = np.where(whole | ~is_write, completions["length"], 0).astype(np.int64)
             yield parts, merged.end_of[parts] <= np.repeat(moved, bounds[tags + 1] - bounds[tags])
+
+    def _reap(self, number: int) -> Completions:
+        """Return completions of one batch, tags counted from 0; what ends of others meanwhile is kept for them."""
+        done = self._early.pop(number, None)
+        while done is None:
+            found = self.engine.reap(1)
+            whose = (found["tag"] >> np.uint64(32)).astype(np.int64)
+            found["tag"] &= np.uint64(0xFFFFFFFF)
+            for other in np.unique(whose).tolist() if (whose != number).any() else [number]:
+                part = found[whose == other]
+                if other == number:
+                    done = part
+                else:
+                    self._early[other] = np.concatenate([self._early[other], part]) if other in self._early else part
+        return done
 
     def _count(self, is_write: npt.NDArray[np.bool_], num_bytes: npt.NDArray[np.uint64]) -> None:
         self._stats.num_writes += int(is_write.sum())
