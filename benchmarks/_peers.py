@@ -25,7 +25,7 @@ import numpy.typing as npt
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = {16 * KIB: 4096, 64 * KIB: 2048, MIB: 256, 2949120: 96}  # chunks of each; the last is SmolLM2's 128 tokens
 SMOKE = {64 * KIB: 64}
-JOB_CHUNKS = 8  # in one job, as an engine hands them over
+JOB_CHUNKS = 8  # in one job, where the engine says nothing else
 LATENCY_JOBS = 48
 
 Rows = npt.NDArray[np.uint8]
@@ -52,7 +52,7 @@ Make = Callable[[Path, Rows], Tiered]
 
 @dataclass
 class Round:
-    """One round of one tier. Latencies are of jobs of `JOB_CHUNKS` chunks, one at a time."""
+    """One round of one tier. Latencies are of jobs, one at a time."""
 
     store_s: float
     load_s: float
@@ -64,7 +64,7 @@ class Round:
 
 
 def run_rounds(
-    tiers: Mapping[str, Make], directory: Path, sizes: Mapping[int, int], repeats: int
+    tiers: Mapping[str, Make], directory: Path, sizes: Mapping[int, int], repeats: int, job_chunks: int
 ) -> list[dict[str, Any]]:
     """Run every tier at every size `repeats` times, in turn, each time in another order; return medians and ranges."""
     draw, rows = random.Random(0), []
@@ -72,7 +72,7 @@ def run_rounds(
         found: dict[str, list[Round]] = {name: [] for name in tiers}
         for turn in range(repeats):
             for name in draw.sample(list(tiers), len(tiers)):
-                found[name].append(_round(tiers[name], directory / f"{name}-{size}-{turn}", size, num))
+                found[name].append(_round(tiers[name], directory / f"{name}-{size}-{turn}", size, num, job_chunks))
                 print(f"{name} {size // KIB} KiB: round {turn + 1} of {repeats}", file=sys.stderr)
         rows += [_row(name, size, num, rounds) for name, rounds in found.items()]
     return rows
@@ -83,7 +83,7 @@ def chunk_key(number: int) -> bytes:
     return hashlib.sha256(str(number).encode()).digest()
 
 
-def _round(make: Make, directory: Path, size: int, num: int) -> Round:
+def _round(make: Make, directory: Path, size: int, num: int, job_chunks: int) -> Round:
     memory = mmap.mmap(-1, size * num)
     rows = np.frombuffer(memory, np.uint8).reshape(num, size)
     rows[:] = np.random.default_rng(size).integers(0, 256, (num, size), np.uint8)
@@ -91,7 +91,7 @@ def _round(make: Make, directory: Path, size: int, num: int) -> Round:
     directory.mkdir(parents=True)
     tier = make(directory, rows)
     try:
-        jobs = [range(first, min(num, first + JOB_CHUNKS)) for first in range(0, num, JOB_CHUNKS)]
+        jobs = [range(first, min(num, first + job_chunks)) for first in range(0, num, job_chunks)]
         store_s, store_cpu_s = _timed(lambda: (tier.store(jobs), None if tier.is_direct else _flush(directory)))
         num_files, disk_bytes = _on_disk(directory)
         rows[:] = 0
@@ -165,7 +165,12 @@ def _row(name: str, size: int, num: int, rounds: list[Round]) -> dict[str, Any]:
 
 
 def run_peers(
-    name: str, told: str, tiers: Mapping[str, Make], more: Mapping[str, Callable[[Path, int], Any]] | None = None
+    name: str,
+    told: str,
+    tiers: Mapping[str, Make],
+    more: Mapping[str, Callable[[Path, int], Any]] | None = None,
+    *,
+    job_chunks: int = JOB_CHUNKS,
 ) -> int:
     """Run all rounds and what `more` has to measure, print and keep the result; return the exit code."""
     from _bench import RESULTS, environment, parser, write_result
@@ -173,7 +178,7 @@ def run_peers(
     args = parser(told).parse_args()
     directory = Path(args.dir) / f"{name}-{os.getpid()}"
     try:
-        rows = run_rounds(tiers, directory, SMOKE if args.smoke else SIZES, args.repeats)
+        rows = run_rounds(tiers, directory, SMOKE if args.smoke else SIZES, args.repeats, job_chunks)
         found = {what: measure(directory / what, args.repeats) for what, measure in (more or {}).items()}
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -181,7 +186,7 @@ def run_peers(
         "question": "how fast are chunks stored and loaded, through the engine's own interface, bytes verified?",
         "environment": environment(args.dir),
         "repeats": args.repeats,
-        "job_chunks": JOB_CHUNKS,
+        "job_chunks": job_chunks,
         "rows": rows,
         **found,
     }

@@ -23,7 +23,7 @@ bare.__path__, bare.__spec__ = list(found.submodule_search_locations or []), fou
 sys.modules["sglang"] = bare
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE, HiCacheFile, HiCacheStorageConfig
 
 from _peers import Rows, chunk_key, run_peers
 from kvtide.integrations.sglang import KvtideStorage
@@ -107,4 +107,4 @@ def _config(extra: dict[str, Any]) -> Any:
 TIERS = {"kvtide": Kvtide, "sglang-file": File}
 
 if __name__ == "__main__":
-    sys.exit(run_peers("peers_sglang", __doc__ or "", TIERS))
+    sys.exit(run_peers("peers_sglang", __doc__ or "", TIERS, job_chunks=STORAGE_BATCH_SIZE))
