@@ -61,25 +61,30 @@ class MooncakeClient:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:
             raise UnsupportedError(f"Mooncake is not here ({error}); type pip install 'kvtide[mooncake]'") from None
+        _refuse_while_late()
         self._options = options
         self._store: Any = MooncakeDistributedStore()
-        self._worker = _Worker(options.timeout_s)
-        code = self._worker.call(
-            self._store.setup,
-            options.local,
-            options.metadata,
-            options.segment_bytes,
-            LOCAL_BUFFER_BYTES,
-            options.protocol,
-            options.device,
-            options.master,
-        )
-        if code != 0:
-            raise RemoteDown(f"Mooncake's set-up failed with code {code}: is a master at {options.master}?")
         self._staging = aligned_buffer(STAGING_BYTES)
+        self._worker = _Worker(options.timeout_s)
         self._memory: list[npt.NDArray[np.uint8]] = []
         self._is_closed = False
+        try:
+            self._set_up()
+        except BaseException:
+            self._worker.stop()  # its thread ends with the call it is in, if it is in one
+            raise
         self.register(self._staging)
+
+    def _set_up(self) -> None:
+        options = self._options
+        place = options.local, options.metadata, options.segment_bytes, LOCAL_BUFFER_BYTES
+        try:
+            code = self._worker.call(self._store.setup, *place, options.protocol, options.device, options.master)
+        finally:
+            if self._worker.is_late:
+                _late_set_ups.append(self._worker)
+        if code != 0:
+            raise RemoteDown(f"Mooncake's set-up failed with code {code}: is a master at {options.master}?")
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
         """Tell the transfer engine of memory. TCP works without, RDMA does not."""
@@ -169,6 +174,13 @@ def _scattered(values: Values) -> tuple[list[list[int]], list[list[int]]]:
     return at.tolist(), sizes.tolist()
 
 
+def _refuse_while_late() -> None:
+    """Raise RemoteDown while a set-up of this process has not come back: each holds a thread and a store."""
+    _late_set_ups[:] = [worker for worker in _late_set_ups if worker.is_late]
+    if _late_set_ups:
+        raise RemoteDown("Mooncake's set-up from before has not come back")
+
+
 class _Worker:
     """One daemon thread that does calls; a call that is late is left to it, and refuses those after it."""
 
@@ -183,7 +195,7 @@ class _Worker:
 
         Raises: RemoteDown if it is late, or the one before still is.
         """
-        if self._late is not None and not self._late.done():
+        if self.is_late:
             raise RemoteDown("a call from before has not come back")
         future: Future[Any] = Future()
         self._calls.put((future, functools.partial(method, *args), owner))
@@ -195,6 +207,11 @@ class _Worker:
         except RuntimeError as error:  # what the library throws
             raise RemoteDown(f"Mooncake failed ({error})") from None
 
+    @property
+    def is_late(self) -> bool:
+        """Whether a call has not come back in time, nor since."""
+        return self._late is not None and not self._late.done()
+
     def stop(self) -> None:
         self._calls.put(None)
 
@@ -205,3 +222,6 @@ class _Worker:
                 future.set_result(call())
             except BaseException as error:  # whoever waits gets it, whatever it is
                 future.set_exception(error)
+
+
+_late_set_ups: list[_Worker] = []
