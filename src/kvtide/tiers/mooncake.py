@@ -32,9 +32,10 @@ from kvtide.tiers.contract import FAILED, FULL, MISSING, OK, Statuses
 
 LOCAL_BUFFER_BYTES = 64 << 20  # of the library's own
 STAGING_BYTES = 48 << 20  # more than the remote tier asks for at once
-# The library's codes, read from its answers: RPC failures are -900 and -901 .. -909, no room -200, no such key -704.
+# The library's codes, read from its answers: RPC failures are -900 and -901 .. -909, no room -200, no such key -704,
+# a value larger than the place for it -600.
 RPC_FAILED = range(-909, -899)
-NO_ROOM, NO_KEY = -200, -704
+NO_ROOM, NO_KEY, NO_FIT = -200, -704, -600
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,8 @@ class MooncakeClient:
             place = int(places[index])
             ctypes.memmove(address_of(values.headers[index]), place, width)
             ctypes.memmove(int(values.addresses[index]), place + width, int(values.lengths[index]))
-        return np.where(good, OK, np.where(codes == NO_KEY, MISSING, FAILED)).astype(np.uint8)
+        is_missing = (codes == NO_KEY) | (codes == NO_FIT) | (codes >= 0)
+        return np.where(good, OK, np.where(is_missing, MISSING, FAILED)).astype(np.uint8)
 
     def remove(self, names: list[str]) -> None:
         self._codes(self._store.batch_remove, names, True)  # noqa: FBT003  # a lease is no reason to keep it
