@@ -56,6 +56,24 @@ def test_decode_answers_as_one_process_does(tmp_path: Path) -> None:
         assert told["ttft_ns"] == told["wait_ns"] + told["transfer_ns"] + told["first_token_ns"]
 
 
+def test_what_the_file_has_already_is_handed_over_too(tmp_path: Path) -> None:
+    loaded = model("llama")
+    conversation = Conversation(loaded, DOCUMENT)
+    conversation.ask("why")
+    tokens = conversation.tokens
+    with KvStore(loaded, options(tmp_path)) as store:
+        alone = answer(loaded, store)  # the file's last group is longer than the prompt's
+    with redis(tmp_path) as server:
+        for num_known in (alone.prompt_tokens // 16 * 16, len(tokens) - 1):  # then it has the prompt's own, too
+            server.plain().flushall()
+            with KvStore(loaded, options(tmp_path, remote=server.url)) as store:
+                done = prefill(store, tokens, "", nothing)
+                assert (done.num_tokens, done.matched_tokens) == (len(tokens) - 1, num_known)
+            with KvStore(loaded, options(None, remote=server.url)) as store:
+                assert wait_for_kv(store, tokens, "", 0.0).arrived_tokens == len(tokens) - 1
+                assert answer(loaded, store).answer == alone.answer
+
+
 def test_a_wait_ends_and_a_remote_that_takes_nothing_is_told(tmp_path: Path) -> None:
     loaded = model("llama")
     with redis(tmp_path) as server, KvStore(loaded, options(None, remote=server.url)) as store:
