@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from kvtide.integrations.transformers.turns import Conversation, Turn
 
 ROLES = ("both", "prefill", "decode")
-POLL_S = 0.02  # between two looks for KV that has not arrived: one small request of the remote each
+POLL_S, POLL_S_MAX = 0.02, 0.5  # between two looks for the last group: one small request of the remote each
 
 
-def check_role(role: str, remote: str | None, ask: list[str] | None, *, chat: bool, wait_s: float) -> None:
+def check_role(
+    role: str, remote: str | None, ask: list[str] | None, *, chat: bool, wait_s: float, reuse: str = "auto"
+) -> None:
     """Refuse roles that cannot be.
 
     Raises: ConfigError that says which, and what to type.
@@ -42,6 +44,8 @@ def check_role(role: str, remote: str | None, ask: list[str] | None, *, chat: bo
         raise ConfigError(f"--role {role} hands KV over through a remote; type --remote URL")
     if chat or not ask or len(ask) != 1:
         raise ConfigError(f"--role {role} is for one prompt; type one --ask, the same for both roles")
+    if role == "decode" and reuse == "never":
+        raise ConfigError("--role decode reuses what a prefill computed, and --reuse is 'never'; type --reuse always")
     if not 0 <= wait_s <= 86_400:
         raise ConfigError(f"--wait-s is {wait_s:g}; type 0 to 86400 seconds")
 
@@ -133,14 +137,20 @@ class Awaited:
 
 
 def wait_for_kv(store: KvStore, tokens: list[int], salt: str, wait_s: float) -> Awaited:
-    """Wait until the KV of all `tokens` but the last has arrived, `wait_s` at most; what is missing is computed."""
-    started = time.perf_counter_ns()
-    while True:
-        arrived = store.cache.match(tokens[:-1], salt=salt).num_tokens
-        waited = time.perf_counter_ns() - started
-        if arrived >= len(tokens) - 1 or waited >= wait_s * 1e9:
-            return Awaited(waited, arrived, len(tokens))
-        time.sleep(POLL_S)
+    """Wait until the KV of all `tokens` but the last has arrived, `wait_s` at most; what is missing is computed.
+
+    The last group alone is looked for, ever less often; the rest once it is there, or time is up.
+    """
+    assert store.remote is not None, "a role was checked without a remote"
+    started, pause_s, num = time.perf_counter_ns(), POLL_S, len(tokens) - 1
+    last = _groups(store, tokens[:num], salt).keys[-1:]
+    arrived = store.cache.match(tokens[:num], salt=salt).num_tokens
+    while arrived < num and (left_s := wait_s - (time.perf_counter_ns() - started) / 1e9) > 0:
+        time.sleep(min(pause_s, left_s))
+        if left_s <= pause_s or len(store.remote.find(last)):
+            arrived = store.cache.match(tokens[:num], salt=salt).num_tokens
+        pause_s = min(2 * pause_s, POLL_S_MAX)
+    return Awaited(time.perf_counter_ns() - started, arrived, len(tokens))
 
 
 class Handing:
