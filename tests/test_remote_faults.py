@@ -13,6 +13,7 @@ import pytest
 
 from kvhelp import small_layout
 from kvtide.blocks import KEY
+from kvtide.cli_remote import measure
 from kvtide.errors import ConfigError
 from kvtide.tiers.client import RemoteDown
 from kvtide.tiers.contract import CORRUPT, FAILED, MISSING, OK, Statuses
@@ -203,3 +204,41 @@ def test_no_part_of_a_password_is_shown(password: str) -> None:
     assert "ret" not in shown
     assert "sec" not in shown
     assert without_secrets(f"run --remote {url} --ask me@home") == "run --remote valkey://host:1/0 --ask me@home"
+
+
+class SlowClient(DictClient):
+    """Times out on every get, and then on probes, if there are any that shall fail."""
+
+    num_probes, is_late = 0, False
+
+    def get(self, names: list[str], values: Any) -> Statuses:
+        del names, values
+        self.is_late = True
+        raise RemoteDown("no answer in time")
+
+    def exists(self, names: list[str]) -> np.ndarray:
+        if self.is_late and self.num_probes:
+            raise RemoteDown("no answer in time")
+        return super().exists(names)
+
+
+@pytest.mark.parametrize("num_probes", [0, 1], ids=["answers again", "stays down"])
+def test_a_check_that_timed_out_leaves_nothing_or_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], num_probes: int
+) -> None:
+    client = SlowClient()
+    client.num_probes = num_probes
+
+    def opened(_url: str, layout: Any, digest: bytes, *, num_groups: int) -> RemoteTier:
+        return RemoteTier(lambda: client, layout, digest, RemoteOptions(num_groups, rest_ns=1_000_000))
+
+    monkeypatch.setattr("kvtide.cli_remote.open_remote", opened)
+    assert not measure("", 64 << 10, 4096).equal
+    said = capsys.readouterr().err
+    if num_probes:
+        assert client.values
+        prefix = next(iter(client.values)).partition("{")[0]
+        assert f"remove the names {prefix}*" in said
+    else:
+        assert not client.values
+        assert not said

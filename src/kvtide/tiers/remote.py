@@ -68,6 +68,7 @@ class RemoteTier:
         self._connect = connect
         self._client: RemoteClient | None = None
         self._envelope = Envelope(layout, identity_digest)
+        self.prefix = self._envelope.prefix  # of every name
         self._packer = Packer(options.zstd_level)
         self._manifests: OrderedDict[bytes, npt.NDArray[np.void]] = OrderedDict()
         self._num_groups = options.num_groups
