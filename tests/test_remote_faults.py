@@ -11,16 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvhelp import small_layout
+from kvhelp import Walker, small_cache, small_identity, small_layout
 from kvtide.blocks import KEY
+from kvtide.cache import TieredCache
 from kvtide.cli_remote import measure
 from kvtide.errors import ConfigError
+from kvtide.io.drive import SimDrive
+from kvtide.io.ops import PAGE_BYTES
 from kvtide.tiers.client import RemoteDown
 from kvtide.tiers.contract import CORRUPT, FAILED, MISSING, OK, Statuses
 from kvtide.tiers.dial import dial, without_secrets
+from kvtide.tiers.file import FileTier
 from kvtide.tiers.mooncake import MooncakeClient, MooncakeOptions
 from kvtide.tiers.remote import RemoteOptions, RemoteTier
-from simkv import Groups, group_key
+from kvtide.tiers.stacked import StackedTier
+from simkv import MODEL, Groups, group_key, sim_tier
 
 KEYS = [group_key(number) for number in range(4)]
 
@@ -189,12 +194,14 @@ def test_no_error_of_a_client_comes_out(caplog: pytest.LogCaptureFixture) -> Non
     ],
 )
 def test_knobs_are_read_before_anything_connects(url: str, says: str) -> None:
+    pytest.importorskip("valkey")
     with pytest.raises(ConfigError, match=says):
         dial(url)
 
 
 @pytest.mark.parametrize("password", ["sec/ret", "12/ret", "sec@ret", "1?ret=ret", "1?ret", "1#ret", "sec/@ret", "ret"])
 def test_no_part_of_a_password_is_shown(password: str) -> None:
+    pytest.importorskip("valkey")
     url = f"valkey://me:{password}@host:1/0"
     try:
         shown = dial(url).name
@@ -242,3 +249,30 @@ def test_a_check_that_timed_out_leaves_nothing_or_says_so(
     else:
         assert not client.values
         assert not said
+
+
+def test_a_near_group_that_was_lost_lies_far_and_gets_a_near_copy_again() -> None:
+    drive, layout, client, tokens = SimDrive(MODEL), small_layout(), DictClient(), list(range(60))
+
+    def opened() -> tuple[FileTier, TieredCache]:
+        near = sim_tier(drive, layout, 12)
+        tier = StackedTier(near, RemoteTier(lambda: client, layout, small_identity(layout).digest()))
+        return near, small_cache(layout, tier, tokens=256, dram_groups=16)
+
+    _, cache = opened()
+    Walker(cache).step([cache.open(tokens)], [tokens])
+    cache.close()
+    near, cache = opened()
+    num, unit = near.stats().num_groups, cache.match(tokens).units[1]
+    slot = near._slot_of[cache.ledger.stored_key[unit].tobytes()]
+    file = drive.lookup(near._io._fd).file
+    at = PAGE_BYTES + slot * layout.slot_bytes + layout.fragment_offset[1] + 10
+    file.write(at, bytes([file.read(at, 1)[0] ^ 1]))
+    sequence = cache.open([*tokens, 60])
+    Walker(cache).step([sequence], [[60]])  # nothing is lost: the far tier has it
+    assert near.stats().num_corrupt == 1
+    assert cache.ledger.is_far[sequence.table.units].tolist() == [index == 1 for index in range(len(sequence.units))]
+    cache.flush()
+    assert not cache.ledger.is_far[sequence.table.units].any()
+    assert near.stats().num_groups == num
+    cache.close()

@@ -39,6 +39,7 @@ class StackedTier:
 
     def __init__(self, near: Tier | None, far: RemoteTier) -> None:
         self.near, self.far, self.layout = near, far, far.layout
+        self._strays: set[bytes] = set()
 
     def lookup(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
         found = self._near_has(keys)
@@ -62,10 +63,17 @@ class StackedTier:
         is_near = self._near_has(keys)[requests["row"]]
         if self.near is not None and is_near.any():
             statuses[is_near] = self.near.read(keys, requests[is_near], cause=cause)
+            failed = keys[np.unique(requests["row"][is_near & (statuses != OK)])]
+            self._strays.update(failed[~self._near_has(failed)].tolist())
         rest = np.flatnonzero(statuses != OK)  # what the near tier turned out to have lost, too
         if len(rest):
             statuses[rest] = self.far.read(keys, requests[rest], cause=cause)
         return statuses
+
+    def take_strays(self) -> list[bytes]:
+        """Return the keys of groups that the near tier turned out to have lost since this was last asked."""
+        strays, self._strays = list(self._strays), set()
+        return strays
 
     def write(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], *, cause: Cause) -> Statuses:
         there = self.far.find(records.keys).keys  # another machine wrote those; that a name exists is not enough
