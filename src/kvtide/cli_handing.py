@@ -17,6 +17,8 @@ from kvtide.blocks import KEY, chain_keys, chain_root, partial_keys
 from kvtide.cli_asking import questions
 from kvtide.errors import ConfigError
 from kvtide.tiers.client import RemoteDown
+from kvtide.tiers.contract import OK, GroupRecords
+from kvtide.tiers.stacked import StackedTier
 from kvtide.units import format_ns, printable
 
 if TYPE_CHECKING:
@@ -24,10 +26,12 @@ if TYPE_CHECKING:
     from kvtide.integrations.transformers.turns import Conversation, Turn
 
 ROLES = ("both", "prefill", "decode")
-POLL_S = 0.02  # between two looks for KV that has not arrived: one small request of the remote each
+POLL_S, POLL_S_MAX = 0.02, 0.5  # between two looks for the last group: one small request of the remote each
 
 
-def check_role(role: str, remote: str | None, ask: list[str] | None, *, chat: bool, wait_s: float) -> None:
+def check_role(
+    role: str, remote: str | None, ask: list[str] | None, *, chat: bool, wait_s: float, reuse: str = "auto"
+) -> None:
     """Refuse roles that cannot be.
 
     Raises: ConfigError that says which, and what to type.
@@ -40,6 +44,8 @@ def check_role(role: str, remote: str | None, ask: list[str] | None, *, chat: bo
         raise ConfigError(f"--role {role} hands KV over through a remote; type --remote URL")
     if chat or not ask or len(ask) != 1:
         raise ConfigError(f"--role {role} is for one prompt; type one --ask, the same for both roles")
+    if role == "decode" and reuse == "never":
+        raise ConfigError("--role decode reuses what a prefill computed, and --reuse is 'never'; type --reuse always")
     if not 0 <= wait_s <= 86_400:
         raise ConfigError(f"--wait-s is {wait_s:g}; type 0 to 86400 seconds")
 
@@ -80,24 +86,45 @@ def prefill(store: KvStore, tokens: list[int], salt: str, on_progress: Callable[
     finally:
         session.release()
     store.cache.drain()
-    keys = _group_keys(store, tokens[:-1], salt)
-    missing = len(keys) - len(store.remote.find(np.frombuffer(b"".join(keys), KEY)))
+    groups = _groups(store, tokens[:-1], salt)
+    missing = len(groups) - len(store.remote.find(groups.keys))
+    if missing:  # what the file tier had already was not written anew
+        missing -= _push(store, tokens[:-1], groups, salt)
     if missing:
-        raise RemoteDown(f"{store.remote.name} lacks {missing} of {len(keys)} groups: it was down, or had no room")
+        raise RemoteDown(f"{store.remote.name} lacks {missing} of {len(groups)} groups: it was down, or had no room")
     ended = time.perf_counter_ns()
-    key = keys[-1].hex() if keys else ""
-    return Prefilled(key, len(tokens) - 1, len(keys), matched, computed - started, ended - computed)
+    key = groups.keys[-1].tobytes().hex() if len(groups) else ""
+    return Prefilled(key, len(tokens) - 1, len(groups), matched, computed - started, ended - computed)
 
 
-def _group_keys(store: KvStore, tokens: list[int], salt: str) -> list[bytes]:
-    """Return the keys under which the groups of exactly these tokens are stored, the unfilled one's too."""
-    layout, root = store.layout, chain_root(store.identity.digest(), salt)
-    ids = np.array(tokens, np.int64)
-    blocks = [key.tobytes() for key in chain_keys(ids, block_tokens=layout.block_tokens, parent=root)]
-    rest = tokens[len(blocks) * layout.block_tokens :]
-    blocks += [key.tobytes() for key in partial_keys(rest, parent=blocks[-1] if blocks else root)[-1:]]
-    group = layout.group_blocks
-    return blocks[group - 1 :: group] + (blocks[-1:] if len(blocks) % group else [])
+def _groups(store: KvStore, tokens: list[int], salt: str) -> GroupRecords:
+    """Return the records of the groups of exactly these tokens, the unfilled one's too."""
+    block, group, root = store.layout.block_tokens, store.layout.group_blocks, chain_root(store.identity.digest(), salt)
+    keys = chain_keys(np.array(tokens, np.int64), block_tokens=block, parent=root)
+    rest = tokens[len(keys) * block :]
+    keys = np.append(keys, partial_keys(rest, parent=keys[-1].tobytes() if len(keys) else root)[-1:])
+    num = -(-len(keys) // group)
+    ends = np.minimum(np.arange(1, num + 1) * group, len(keys))
+    num_blocks = ends - np.arange(num) * group
+    block_keys = np.zeros((num, group), KEY)
+    block_keys.ravel()[: len(keys)] = keys
+    num_tokens = np.minimum(ends * block, len(tokens)) - np.arange(num) * group * block
+    parents = np.append(np.frombuffer(root, KEY), keys[ends - 1])[:-1] if num else np.zeros(0, KEY)
+    return GroupRecords(keys[ends - 1], parents, num_tokens, num_blocks, block_keys)
+
+
+def _push(store: KvStore, tokens: list[int], groups: GroupRecords, salt: str) -> int:
+    """Write the groups of `tokens` that the remote lacks from what the tiers below hold; return how many it took.
+
+    Nothing moves in the background meanwhile: it was drained.
+    """
+    match, tier, ledger = store.cache.match(tokens, salt=salt), store.tier, store.cache.ledger
+    if not isinstance(tier, StackedTier) or match.num_tokens < len(tokens):
+        return 0
+    is_absent = ~np.isin(groups.keys, tier.find(groups.keys).keys)
+    rows = np.flatnonzero(is_absent & (ledger.stored_tokens[match.units] >= groups.num_tokens))
+    statuses = tier.push(ledger.stored_key[match.units[rows]], groups.take(rows), cause="demote")
+    return int((statuses == OK).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +137,20 @@ class Awaited:
 
 
 def wait_for_kv(store: KvStore, tokens: list[int], salt: str, wait_s: float) -> Awaited:
-    """Wait until the KV of all `tokens` but the last has arrived, `wait_s` at most; what is missing is computed."""
-    started = time.perf_counter_ns()
-    while True:
-        arrived = store.cache.match(tokens[:-1], salt=salt).num_tokens
-        waited = time.perf_counter_ns() - started
-        if arrived >= len(tokens) - 1 or waited >= wait_s * 1e9:
-            return Awaited(waited, arrived, len(tokens))
-        time.sleep(POLL_S)
+    """Wait until the KV of all `tokens` but the last has arrived, `wait_s` at most; what is missing is computed.
+
+    The last group alone is looked for, ever less often; the rest once it is there, or time is up.
+    """
+    assert store.remote is not None, "a role was checked without a remote"
+    started, pause_s, num = time.perf_counter_ns(), POLL_S, len(tokens) - 1
+    last = _groups(store, tokens[:num], salt).keys[-1:]
+    arrived = store.cache.match(tokens[:num], salt=salt).num_tokens
+    while arrived < num and (left_s := wait_s - (time.perf_counter_ns() - started) / 1e9) > 0:
+        time.sleep(min(pause_s, left_s))
+        if left_s <= pause_s or len(store.remote.find(last)):
+            arrived = store.cache.match(tokens[:num], salt=salt).num_tokens
+        pause_s = min(2 * pause_s, POLL_S_MAX)
+    return Awaited(time.perf_counter_ns() - started, arrived, len(tokens))
 
 
 class Handing:

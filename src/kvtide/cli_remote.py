@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from kvtide.blocks import KEY
+from kvtide.blocks import KEY, KeyArray
 from kvtide.cli_places import quiet_libraries
 from kvtide.errors import ConfigError
 from kvtide.io.ops import address_of, aligned_buffer
@@ -132,7 +132,7 @@ def _measure(tier: RemoteTier, layout: SlotLayout, num: int) -> Checked:
         requests["address"] = address_of(target) + starts
         get_ns, read = _timed(lambda: tier.read(keys, requests, cause="restore"))
     finally:
-        tier.drop(keys)
+        _remove(tier, keys)
     stats = tier.stats()
     if not (written == OK).any():
         raise RemoteDown(f"{tier.name} takes nothing: {stats.num_full} of {num} groups found no room")
@@ -152,6 +152,18 @@ def _measure(tier: RemoteTier, layout: SlotLayout, num: int) -> Checked:
         num_failed=stats.num_failed,
         num_corrupt=stats.num_corrupt,
     )
+
+
+def _remove(tier: RemoteTier, keys: KeyArray) -> None:
+    """Remove what was put; once more after a rest, where the remote did not answer in time. Says so if that fails."""
+    tier.drop(keys)
+    if not tier.breaker.is_open:
+        return
+    time.sleep(tier.breaker.left_ns() / 1e9)
+    tier.drop(keys)
+    if tier.breaker.is_open:
+        left = f"{tier.name} does not answer: up to {len(keys)} groups of this check are left there"
+        typer.echo(f"{left}; remove the names {tier.prefix}* when it is back", err=True)
 
 
 def _timed(call: Any) -> tuple[int, Any]:

@@ -118,7 +118,7 @@ def run(
     if is_block_first(layout, group_blocks) or (layout != "auto" and select != "none" and group_blocks == "auto"):
         group_blocks = "1"  # a selection is of groups: small ones are chosen well
     check_questions(ask, document, chat=chat)
-    check_role(role, remote, ask, chat=chat, wait_s=wait_s)
+    check_role(role, remote, ask, chat=chat, wait_s=wait_s, reuse=reuse)
     selected = select_options(select, budget)
     text = read_document(document)
     console = Console(stderr=as_json, highlight=False, markup=False, emoji=False)

@@ -155,6 +155,11 @@ class Ledger:
             self._holders.setdefault(key, set()).add(unit)
         return _as_keys([key for key in old if key not in self._holders])
 
+    def note_far(self, keys: list[bytes]) -> None:
+        """Note that groups lie on a remote alone now: they take no slot, and get a near copy again."""
+        for key in keys:
+            self.is_far[list(self._holders.get(key, ()))] = True
+
     def is_known(self, units: Ids) -> npt.NDArray[np.bool_]:
         """Say for which of `units` the tier below holds an equal group already, stored for another unit."""
         return np.array([key in self._holders for key in self.key[units].tolist()], np.bool_)

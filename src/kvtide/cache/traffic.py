@@ -22,6 +22,7 @@ from kvtide.cache.parts import fill_rows
 from kvtide.cache.windows import Window, Windows
 from kvtide.errors import Corrupt, IoError
 from kvtide.tiers.contract import FAILED, FULL, OK, READ_REQUEST, Cause, GroupRecords, Reason, Remembers, Statuses, Tier
+from kvtide.tiers.stacked import StackedTier
 
 STAGING_BYTES_MAX = 64 << 20  # of fragments read in one go: enough to keep any drive busy
 STORE_UNITS_MAX = 4  # units stored by one job, so that a reader waits for few
@@ -213,7 +214,11 @@ class Traffic:
         requests = np.zeros(len(units), READ_REQUEST)
         requests["row"], requests["fragment"] = np.arange(len(units)), fragments
         requests["address"] = self._ledger.frame_pool.addresses(frames)
-        return self._tier.read(self._ledger.stored_key[units], requests, cause=cause)
+        statuses = self._tier.read(self._ledger.stored_key[units], requests, cause=cause)
+        if isinstance(self._tier, StackedTier) and (strays := self._tier.take_strays()):
+            with self._lock:
+                self._ledger.note_far(strays)
+        return statuses
 
     # DRAM to file
 

@@ -31,7 +31,11 @@ class Breaker:
 
     def is_resting(self) -> bool:
         """Say whether nothing may be asked now, not even a probe."""
-        return self.is_open and self._now_ns() < self._until_ns
+        return self.left_ns() > 0
+
+    def left_ns(self) -> int:
+        """Return how long it rests from now on."""
+        return max(0, self._until_ns - self._now_ns()) if self.is_open else 0
 
     def fail(self, reason: object) -> None:
         """Note that a call or a probe failed."""

@@ -63,9 +63,9 @@ class RemoteClient(Protocol):
         """Store values, in place of what was there. Returns [n]: OK, FULL or FAILED."""
 
     def get(self, names: list[str], values: Values) -> Statuses:
-        """Fill in the values. Returns [n]: OK, MISSING, or FAILED where the value has another size or kind.
+        """Fill in the values. Returns [n]: OK, MISSING, or FAILED where the server could not say.
 
-        Only what is OK is written to.
+        A value of another size or kind is MISSING. Only what is OK is written to.
         """
 
     def remove(self, names: list[str]) -> None:

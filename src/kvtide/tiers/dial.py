@@ -28,6 +28,8 @@ EXAMPLE = (
     "mooncake://host:50051?metadata=http://host:8080/metadata"
 )
 WAIT_S_MAX = 3600.0
+TLS_KNOBS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs")
+TRUSTS = ("none", "optional", "required")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,10 @@ def dial(url: str) -> Dialled:
         parts = urlsplit(url)
         port = parts.port
         knobs = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
-    except ValueError as error:
-        raise ConfigError(f"--remote: no URL ({error}); {EXAMPLE}") from None
+        _refuse_stray_at(parts, knobs)
+    except ValueError:  # its message may hold a part of a password
+        what = "no URL; in a user and a password type / as %2F, @ as %40, ? as %3F, # as %23"
+        raise ConfigError(f"--remote: {what}; {EXAMPLE}") from None
     zstd_level = int(_number(knobs, "zstd", 0, 22))
     if parts.scheme == "mooncake":
         return Dialled(_shown(parts), zstd_level, _mooncake(parts, port, knobs))
@@ -83,8 +87,9 @@ def _valkey(parts: SplitResult, knobs: dict[str, str]) -> Callable[[], RemoteCli
         ttl_s=int(_number(knobs, "ttl_s", 0, 1 << 40)),
         is_cluster=bool(_number(knobs, "cluster", 0, 1)),
     )
-    known = {"db", "username", "password", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs"}
-    _refuse_unknown(knobs, known)
+    _refuse_unknown(knobs, {"db", "username", "password", *TLS_KNOBS})
+    _check_db(parts, knobs)
+    _check_tls(parts, knobs)
     url = urlunsplit(parts._replace(query=urlencode(knobs)))
     return lambda: ValkeyClient(url, options)
 
@@ -135,9 +140,35 @@ def _refuse_unknown(knobs: dict[str, str], known: set[str]) -> None:
         raise ConfigError(f"--remote: {printable(unknown[0])[:40]!r} is no knob of this kind of remote; {EXAMPLE}")
 
 
+def _refuse_stray_at(parts: SplitResult, knobs: dict[str, str]) -> None:
+    """Raise ValueError if a password seems to be cut: its end would be taken for a path or a knob, and shown."""
+    is_knob = "password" in knobs or "username" in knobs
+    rest = parts.path + parts.fragment + ("" if is_knob else parts.query)
+    if parts.scheme != "unix" and "@" in rest:
+        raise ValueError
+
+
+def _check_db(parts: SplitResult, knobs: dict[str, str]) -> None:
+    path = "" if parts.scheme == "unix" else parts.path.strip("/")
+    for db in (knobs.get("db", "0"), path or "0"):
+        if not (db.isascii() and db.isdecimal()):
+            raise ConfigError(f"--remote: the database is {printable(db)[:40]!r}; type its number, as in /0 or ?db=0")
+
+
+def _check_tls(parts: SplitResult, knobs: dict[str, str]) -> None:
+    named = [name for name in TLS_KNOBS if name in knobs]
+    if named and parts.scheme not in ("valkeys", "rediss"):
+        raise ConfigError(
+            f"--remote: {named[0]} is for TLS, and {parts.scheme}:// has none; type valkeys://host:6379/0"
+        )
+    trust = knobs.get("ssl_cert_reqs", "required")
+    if trust not in TRUSTS:
+        raise ConfigError(f"--remote: ssl_cert_reqs is {printable(trust)[:40]!r}; type {', '.join(TRUSTS)}")
+
+
 def without_secrets(command: str) -> str:
     """Return a command line as it may be kept: users and passwords of URLs left out."""
-    command = re.sub(r"(?<=://)[^/@\s]*@", "", command)
+    command = re.sub(r"(?<=://)\S*@", "", command)  # to the last one: passwords may hold / and @
     return re.sub(r"(?<=[?&])(password|username)=[^&\s]*", r"\1=", command)
 
 

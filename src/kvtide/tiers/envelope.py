@@ -60,7 +60,7 @@ class Envelope:
 
     def __init__(self, layout: SlotLayout, identity_digest: bytes) -> None:
         self._layout, self._identity = layout, np.frombuffer(identity_digest, KEY)[0]
-        self._prefix = f"kvtide:{identity_digest.hex()}:"
+        self.prefix = f"kvtide:{identity_digest.hex()}:"
         sizes = layout.fragment_padded_bytes
         counts = [-(-size // PIECE_BYTES) for size in sizes]
         self.num_pieces = sum(counts)
@@ -85,12 +85,12 @@ class Envelope:
 
     def piece_names(self, keys: KeyArray, rows: npt.NDArray[np.integer], pieces: npt.NDArray[np.integer]) -> list[str]:
         """Return the names of pieces of the groups `keys[rows]`. Shapes: rows, pieces [n]."""
-        stems = [f"{self._prefix}{{{key.hex()}}}:" for key in keys.tolist()]
+        stems = [f"{self.prefix}{{{key.hex()}}}:" for key in keys.tolist()]
         return [f"{stems[row]}{piece}" for row, piece in zip(rows.tolist(), pieces.tolist(), strict=True)]
 
     def manifest_names(self, keys: KeyArray) -> list[str]:
         """Return the names of the manifests of groups."""
-        return [f"{self._prefix}{{{key.hex()}}}:m" for key in keys.tolist()]
+        return [f"{self.prefix}{{{key.hex()}}}:m" for key in keys.tolist()]
 
     def names(self, keys: KeyArray) -> list[str]:
         """Return every name that groups may have, manifests first: they must go first."""
@@ -100,7 +100,7 @@ class Envelope:
 
     def probe_name(self) -> str:
         """Return a name that nothing has."""
-        return f"{self._prefix}probe"
+        return f"{self.prefix}probe"
 
     # Headers
 

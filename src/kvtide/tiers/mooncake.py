@@ -32,9 +32,10 @@ from kvtide.tiers.contract import FAILED, FULL, MISSING, OK, Statuses
 
 LOCAL_BUFFER_BYTES = 64 << 20  # of the library's own
 STAGING_BYTES = 48 << 20  # more than the remote tier asks for at once
-# The library's codes, read from its answers: RPC failures are -900 and -901 .. -909, no room -200, no such key -704.
+# The library's codes, read from its answers: RPC failures are -900 and -901 .. -909, no room -200, no such key -704,
+# a value larger than the place for it -600.
 RPC_FAILED = range(-909, -899)
-NO_ROOM, NO_KEY = -200, -704
+NO_ROOM, NO_KEY, NO_FIT = -200, -704, -600
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +62,30 @@ class MooncakeClient:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:
             raise UnsupportedError(f"Mooncake is not here ({error}); type pip install 'kvtide[mooncake]'") from None
+        _refuse_while_late()
         self._options = options
         self._store: Any = MooncakeDistributedStore()
-        self._worker = _Worker(options.timeout_s)
-        code = self._worker.call(
-            self._store.setup,
-            options.local,
-            options.metadata,
-            options.segment_bytes,
-            LOCAL_BUFFER_BYTES,
-            options.protocol,
-            options.device,
-            options.master,
-        )
-        if code != 0:
-            raise RemoteDown(f"Mooncake's set-up failed with code {code}: is a master at {options.master}?")
         self._staging = aligned_buffer(STAGING_BYTES)
+        self._worker = _Worker(options.timeout_s)
         self._memory: list[npt.NDArray[np.uint8]] = []
         self._is_closed = False
+        try:
+            self._set_up()
+        except BaseException:
+            self._worker.stop()  # its thread ends with the call it is in, if it is in one
+            raise
         self.register(self._staging)
+
+    def _set_up(self) -> None:
+        options = self._options
+        place = options.local, options.metadata, options.segment_bytes, LOCAL_BUFFER_BYTES
+        try:
+            code = self._worker.call(self._store.setup, *place, options.protocol, options.device, options.master)
+        finally:
+            if self._worker.is_late:
+                _late_set_ups.append(self._worker)
+        if code != 0:
+            raise RemoteDown(f"Mooncake's set-up failed with code {code}: is a master at {options.master}?")
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
         """Tell the transfer engine of memory. TCP works without, RDMA does not."""
@@ -125,7 +131,8 @@ class MooncakeClient:
             place = int(places[index])
             ctypes.memmove(address_of(values.headers[index]), place, width)
             ctypes.memmove(int(values.addresses[index]), place + width, int(values.lengths[index]))
-        return np.where(good, OK, np.where(codes == NO_KEY, MISSING, FAILED)).astype(np.uint8)
+        is_missing = (codes == NO_KEY) | (codes == NO_FIT) | (codes >= 0)
+        return np.where(good, OK, np.where(is_missing, MISSING, FAILED)).astype(np.uint8)
 
     def remove(self, names: list[str]) -> None:
         self._codes(self._store.batch_remove, names, True)  # noqa: FBT003  # a lease is no reason to keep it
@@ -169,6 +176,13 @@ def _scattered(values: Values) -> tuple[list[list[int]], list[list[int]]]:
     return at.tolist(), sizes.tolist()
 
 
+def _refuse_while_late() -> None:
+    """Raise RemoteDown while a set-up of this process has not come back: each holds a thread and a store."""
+    _late_set_ups[:] = [worker for worker in _late_set_ups if worker.is_late]
+    if _late_set_ups:
+        raise RemoteDown("Mooncake's set-up from before has not come back")
+
+
 class _Worker:
     """One daemon thread that does calls; a call that is late is left to it, and refuses those after it."""
 
@@ -183,7 +197,7 @@ class _Worker:
 
         Raises: RemoteDown if it is late, or the one before still is.
         """
-        if self._late is not None and not self._late.done():
+        if self.is_late:
             raise RemoteDown("a call from before has not come back")
         future: Future[Any] = Future()
         self._calls.put((future, functools.partial(method, *args), owner))
@@ -195,6 +209,11 @@ class _Worker:
         except RuntimeError as error:  # what the library throws
             raise RemoteDown(f"Mooncake failed ({error})") from None
 
+    @property
+    def is_late(self) -> bool:
+        """Whether a call has not come back in time, nor since."""
+        return self._late is not None and not self._late.done()
+
     def stop(self) -> None:
         self._calls.put(None)
 
@@ -205,3 +224,6 @@ class _Worker:
                 future.set_result(call())
             except BaseException as error:  # whoever waits gets it, whatever it is
                 future.set_exception(error)
+
+
+_late_set_ups: list[_Worker] = []

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvtide.errors import ConfigError, UnsupportedError
 from kvtide.io.ops import address_of
+from kvtide.tiers.breaker import LOG
 
 LEVEL_MAX = 22  # of zstd
 
@@ -29,6 +30,7 @@ class Packer:
         self._level = zstd_level
         self._packer: Any = None
         self._unpacker: Any = None
+        self._has_warned = False
         if zstd_level:
             self._packer = _zstandard().ZstdCompressor(level=zstd_level)
 
@@ -47,6 +49,17 @@ class Packer:
         buffers = [np.frombuffer(one, np.uint8) for one in packed]
         at = np.fromiter(map(address_of, buffers), np.uint64, len(packed))
         return np.where(smaller, at, addresses), np.where(smaller, sizes, lengths), buffers
+
+    def can_unpack(self) -> bool:
+        """Say whether values that others packed can be read here; if not, the log says once what to type."""
+        try:
+            _zstandard()
+        except UnsupportedError as error:
+            if not self._has_warned:
+                LOG.warning("%s; they count as not there", error)
+            self._has_warned = True
+            return False
+        return True
 
     @staticmethod
     def places(
@@ -68,7 +81,7 @@ class Packer:
     ) -> npt.NDArray[np.bool_]:
         """Unpack those of the `wanted` values that are packed, and say of each whether it has its length now.
 
-        Raises: UnsupportedError if there are some, and the package is not there.
+        Raises: UnsupportedError if there are some, and `can_unpack` is not so.
         """
         good = np.ones(len(wanted), np.bool_)
         for index, one in enumerate(wanted.tolist() if packed else ()):

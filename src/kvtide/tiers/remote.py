@@ -68,6 +68,7 @@ class RemoteTier:
         self._connect = connect
         self._client: RemoteClient | None = None
         self._envelope = Envelope(layout, identity_digest)
+        self.prefix = self._envelope.prefix  # of every name
         self._packer = Packer(options.zstd_level)
         self._manifests: OrderedDict[bytes, npt.NDArray[np.void]] = OrderedDict()
         self._num_groups = options.num_groups
@@ -83,8 +84,8 @@ class RemoteTier:
             return found
         try:
             found = client.exists(self._envelope.manifest_names(keys))
-        except RemoteDown as down:
-            self.breaker.fail(down)
+        except Exception as error:  # of a library too: the remote is an extra
+            self._give_up(error)
         return found
 
     def find(self, keys: KeyArray) -> GroupRecords:
@@ -98,8 +99,8 @@ class RemoteTier:
         if client is not None:
             try:
                 found, rows = self._fetch_manifests(client, keys)
-            except RemoteDown as down:
-                self.breaker.fail(down)
+            except Exception as error:
+                self._give_up(error)
         return self._envelope.records(keys[found], rows[found])
 
     def read(self, keys: KeyArray, requests: npt.NDArray[np.void], *, cause: Cause) -> Statuses:
@@ -116,13 +117,15 @@ class RemoteTier:
             if len(again):  # written anew since its manifest was read: what was read may be of the one before
                 late = np.flatnonzero(np.isin(requests["row"], again))
                 statuses[late] = self._read(client, keys, requests[late], known, manifests)
-            bad = np.unique(requests["row"][(statuses != OK) & known[requests["row"]]])
+            is_known = known[requests["row"]]
             self._stats.num_corrupt += int((statuses == CORRUPT).sum())
-            self._stats.num_failed += int(((statuses != OK) & (statuses != CORRUPT) & known[requests["row"]]).sum())
-            if len(bad):
-                self._remove(client, keys[bad], "corrupt")
-        except RemoteDown as down:
-            self.breaker.fail(down)
+            self._stats.num_failed += int(((statuses != OK) & (statuses != CORRUPT) & is_known).sum())
+            corrupt = np.unique(requests["row"][statuses == CORRUPT])
+            gone = np.setdiff1d(requests["row"][(statuses == MISSING) & is_known], corrupt)  # what failed may be there
+            self._remove(client, keys[corrupt], "corrupt")
+            self._remove(client, keys[gone], "evicted")
+        except Exception as error:  # of a library too: the remote is an extra
+            self._give_up(error)
             self._stats.num_failed += int((statuses != OK).sum())
         return statuses
 
@@ -136,8 +139,8 @@ class RemoteTier:
                 for start in range(0, len(records), step):
                     part = slice(start, start + step)
                     statuses[part] = self._write(client, records.take(part), addresses[part])
-            except RemoteDown as down:
-                self.breaker.fail(down)
+            except Exception as error:
+                self._give_up(error)
         self._stats.num_full += int((statuses == FULL).sum())
         self._stats.num_failed += int((statuses == FAILED).sum())
         return statuses
@@ -147,8 +150,8 @@ class RemoteTier:
         if client is not None:
             try:
                 self._remove(client, keys, reason)
-            except RemoteDown as down:
-                self.breaker.fail(down)
+            except Exception as error:
+                self._give_up(error)
 
     def stats(self) -> TierStats:
         self._stats.num_groups = len(self._manifests)
@@ -158,8 +161,11 @@ class RemoteTier:
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
         """Say that KV is written from this memory: some clients then do so without a copy."""
         self._memory.append(memory)
-        if isinstance(self._client, RegistersMemory):
-            self._client.register(memory)
+        try:
+            if isinstance(self._client, RegistersMemory):
+                self._client.register(memory)
+        except Exception as error:
+            self._give_up(error)
 
     def close(self) -> None:
         """Give the connection back. Idempotent."""
@@ -180,11 +186,14 @@ class RemoteTier:
                         self._client.register(memory)
             if self.breaker.is_open:
                 self._client.exists([self._envelope.probe_name()])
-        except RemoteDown as down:
-            self.breaker.fail(down)
+        except Exception as error:  # of a library too: the remote is an extra
+            self._give_up(error)
             return None
         self.breaker.succeed()
         return self._client
+
+    def _give_up(self, error: Exception) -> None:
+        self.breaker.fail(error if isinstance(error, RemoteDown) else f"failed ({type(error).__name__}: {error})")
 
     # Manifests
 
@@ -208,6 +217,10 @@ class RemoteTier:
         self._stats.num_corrupt += int(((checked == CORRUPT) | ((checked == OK) & ~intact)).sum())
         good = np.zeros(num, np.bool_)
         good[found] = (checked == OK) & intact & envelope.plausible(rows[found])
+        is_packed = good & (rows["codec"] == ZSTD)
+        if is_packed.any() and not self._packer.can_unpack():  # not there for us, but for others
+            self._stats.num_failed += int(is_packed.sum())
+            good &= ~is_packed
         for index, key in enumerate(keys.tolist()):
             if good[index]:
                 self._remember(key, rows[index])
@@ -302,7 +315,7 @@ class RemoteTier:
         got = client.get(envelope.piece_names(keys, rows, pieces), values)
         found = np.flatnonzero(got == OK)
         self._count_read(len(found), int(stored[found].sum()))
-        statuses = np.full(len(rows), MISSING, np.uint8)
+        statuses = got.copy()
         statuses[found], said, _ = envelope.check(
             values.headers[found],
             keys[rows[found]],
@@ -341,9 +354,7 @@ class RemoteTier:
                 records.take(whole), checksums.reshape(shape)[whole], stored.reshape(shape)[whole], int(codecs.max())
             )
             statuses[whole] = self._write_manifests(client, records.keys[whole], manifests)
-        broken = np.flatnonzero(statuses != OK)
-        if len(broken):
-            self._remove(client, records.keys[broken], "failed")
+        self._remove(client, records.keys[statuses != OK], "failed")
         return statuses
 
     def _write_manifests(self, client: RemoteClient, keys: KeyArray, manifests: npt.NDArray[np.void]) -> Statuses:
@@ -359,6 +370,8 @@ class RemoteTier:
         return statuses
 
     def _remove(self, client: RemoteClient, keys: KeyArray, reason: Reason) -> None:
+        if not len(keys):
+            return
         gone = [self._manifests.pop(key, None) for key in keys.tolist()]
         self._stats.note_dropped(len(gone) - gone.count(None), reason)
         client.remove(self._envelope.names(keys))

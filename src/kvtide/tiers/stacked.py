@@ -12,11 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.blocks import KEY, KeyArray
+from kvtide.io.ops import address_of, aligned_buffer
 from kvtide.tiers.contract import (
     FAILED,
     FULL,
     MISSING,
     OK,
+    READ_REQUEST,
     Cause,
     GroupRecords,
     Reason,
@@ -26,7 +28,7 @@ from kvtide.tiers.contract import (
     TierStats,
 )
 from kvtide.tiers.file import FileTier
-from kvtide.tiers.remote import RemoteTier
+from kvtide.tiers.remote import CALL_BYTES_MAX, RemoteTier
 
 
 class StackedTier:
@@ -37,6 +39,7 @@ class StackedTier:
 
     def __init__(self, near: Tier | None, far: RemoteTier) -> None:
         self.near, self.far, self.layout = near, far, far.layout
+        self._strays: set[bytes] = set()
 
     def lookup(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
         found = self._near_has(keys)
@@ -60,10 +63,17 @@ class StackedTier:
         is_near = self._near_has(keys)[requests["row"]]
         if self.near is not None and is_near.any():
             statuses[is_near] = self.near.read(keys, requests[is_near], cause=cause)
+            failed = keys[np.unique(requests["row"][is_near & (statuses != OK)])]
+            self._strays.update(failed[~self._near_has(failed)].tolist())
         rest = np.flatnonzero(statuses != OK)  # what the near tier turned out to have lost, too
         if len(rest):
             statuses[rest] = self.far.read(keys, requests[rest], cause=cause)
         return statuses
+
+    def take_strays(self) -> list[bytes]:
+        """Return the keys of groups that the near tier turned out to have lost since this was last asked."""
+        strays, self._strays = list(self._strays), set()
+        return strays
 
     def write(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], *, cause: Cause) -> Statuses:
         there = self.far.find(records.keys).keys  # another machine wrote those; that a name exists is not enough
@@ -74,6 +84,28 @@ class StackedTier:
             return np.where(far == FULL, FAILED, far).astype(np.uint8)
         near = self.near.write(records, addresses, cause=cause)
         return np.where((near == FAILED) & (far == OK), OK, near).astype(np.uint8)
+
+    def push(self, keys: KeyArray, records: GroupRecords, *, cause: Cause) -> Statuses:
+        """Write groups that either tier holds under `keys` to the far one, as `records`, of as many tokens or fewer.
+
+        Shapes: keys [n]; returns [n]: OK, FULL, or FAILED where one could not be read or written.
+        """
+        layout, num_fragments = self.layout, self.layout.num_fragments
+        ends = np.cumsum(np.array(layout.fragment_padded_bytes, np.uint64))
+        step = min(max(1, CALL_BYTES_MAX // int(ends[-1])), max(1, len(records)))
+        memory, statuses = aligned_buffer(step * int(ends[-1])), np.full(len(records), FAILED, np.uint8)
+        slots = np.uint64(address_of(memory)) + np.arange(step, dtype=np.uint64)[:, None] * ends[-1]
+        addresses = slots + np.append(np.uint64(0), ends[:-1])
+        for start in range(0, len(records), step):
+            some = keys[start : start + step]
+            requests = np.zeros(len(some) * num_fragments, READ_REQUEST)
+            requests["row"] = np.repeat(np.arange(len(some)), num_fragments)
+            requests["fragment"] = np.tile(np.arange(num_fragments), len(some))
+            requests["address"] = addresses[: len(some)].ravel()
+            is_read = (self.read(some, requests, cause=cause) == OK).reshape(len(some), num_fragments).all(axis=1)
+            good = np.flatnonzero(is_read)
+            statuses[start + good] = self.far.write(records.take(start + good), addresses[good], cause=cause)
+        return statuses
 
     def drop(self, keys: KeyArray, *, reason: Reason = "dropped") -> None:
         if self.near is not None:

@@ -84,7 +84,7 @@ class ValkeyClient:
             if isinstance(answer, bytes) and len(answer) == sizes[index]:
                 _unload(answer, values, index)
                 statuses[index] = OK
-            elif answer is not None:
+            elif isinstance(answer, Exception) and not str(answer).startswith("WRONGTYPE"):
                 statuses[index] = FAILED
 
         self._pipelined(sizes, lambda pipe, index: pipe.get(names[index]), after=take)

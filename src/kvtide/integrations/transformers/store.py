@@ -93,7 +93,7 @@ class KvStore:
         check_dram(self.layout, options.dram_bytes)  # before the file tier reserves its room
         self._arena, self._tensor = device_memory(options.device_bytes, loaded.model.device)
         self._below = Below(self.identity, self.layout, options, recorder)
-        self.namespace, self.remote = self._below.namespace, self._below.remote
+        self.namespace, self.remote, self.tier = self._below.namespace, self._below.remote, self._below.tier
         try:
             self.cache = TieredCache(
                 self.layout,
