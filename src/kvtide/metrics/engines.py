@@ -15,12 +15,16 @@ plug-in in each of their processes, so it adds its `rank`: rank r serves at `met
 
 from __future__ import annotations
 
+import logging
+
 from kvtide.chunks import ChunkStore
+from kvtide.errors import ConfigError, IoError
 from kvtide.metrics.endpoint import Endpoint, open_endpoint, parse_address
 from kvtide.metrics.sources import ChunkSource
 from kvtide.trace.record import Recorder
 
 OPTION = "metrics_port"
+_log = logging.getLogger("kvtide.metrics")
 EVENTS_MAX = 1 << 16  # between two scrapes: a minute at 1,000 operations a second
 
 
@@ -45,12 +49,16 @@ def serve_chunks(
 ) -> Endpoint | None:
     """Serve the figures of `store` at `metrics_port`, a port or `HOST:PORT`, plus `rank`; None: nowhere.
 
-    Port 0 is any free one, on every rank. Whoever opens it closes it, before the store or after.
-    Raises: ConfigError if it is no address, or is taken; IoError if the system refuses.
+    Port 0 is any free one, on every rank. Whoever opens it closes it, before the store or after. Where it cannot be
+    opened there is a warning, and None: an engine starts without its metrics rather than not at all.
     """
     if metrics_port is None:
         return None
     host, port = parse_address(metrics_port, option=OPTION)
     where = f"[{host}]" if ":" in host else host
     source = ChunkSource(store, integration=integration, recorder=recorder)
-    return open_endpoint(f"{where}:{port + rank if port else 0}", source, option=OPTION)
+    try:
+        return open_endpoint(f"{where}:{port + rank if port else 0}", source, option=OPTION)
+    except (ConfigError, IoError) as error:
+        _log.warning("kvtide: there are no metrics: %s", error)
+        return None
