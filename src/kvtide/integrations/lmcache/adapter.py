@@ -34,6 +34,7 @@ from kvtide.integrations.lmcache.forms import form_of, keys_of
 from kvtide.integrations.lmcache.names import Names
 from kvtide.integrations.lmcache.tasks import Rows, Task
 from kvtide.integrations.lmcache.versions import check_version
+from kvtide.metrics import StoresMetrics
 from kvtide.tiers.contract import OK
 from kvtide.units import parse_bytes
 
@@ -46,12 +47,14 @@ class AdapterOptions:
     """What may stand in `adapter_params`.
 
     `capacity` bounds the files of all forms together, as bytes or `64GiB`. `salt` parts deployments that share a
-    directory and whose keys do not differ: LMCache names a model, but not its weights.
+    directory and whose keys do not differ: LMCache names a model, but not its weights. `metrics_port` is
+    where kvtide's own metrics are served, as a port or `HOST:PORT`; None: nowhere.
     """
 
     directory: str = "~/.cache/kvtide/lmcache"
     capacity: str | int = "16GiB"
     salt: str = ""
+    metrics_port: str | int | None = None
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> AdapterOptions:
@@ -80,7 +83,8 @@ class KvtideL2Adapter(L2AdapterInterface):
         super().__init__(max_capacity_bytes=capacity)
         facts = {"engine": f"lmcache {check_version()}", "salt": options.salt[:256]}
         shared = ChunkOptions(Path(options.directory).expanduser(), capacity, 1, "lmcache", facts)
-        self._stores = SeveralStores(shared, self._left)
+        self._metrics = StoresMetrics(options.metrics_port, integration="lmcache")
+        self._stores = SeveralStores(shared, self._left, recorder_of=self._metrics.recorder, on_open=self._metrics.add)
         self._lock = threading.Lock()  # of all below; held for no I/O and no listener
         self._names: dict[str, Names] = {}
         self._locked: dict[bytes, list[ChunkStore]] = collections.defaultdict(list)
@@ -95,6 +99,7 @@ class KvtideL2Adapter(L2AdapterInterface):
             for form in self._stores.stores:
                 self._name(form)
         except BaseException:
+            self._metrics.close()
             self._stores.close()
             raise
         self._events = {name: create_event_notifier() for name in ("store", "lookup", "load")}
@@ -362,6 +367,7 @@ class KvtideL2Adapter(L2AdapterInterface):
         if self._is_closed:
             return
         self._is_closed = True
+        self._metrics.close()
         self._aside.shutdown(wait=True)
         self._stores.close()
         with self._lock:
