@@ -73,7 +73,12 @@ def answer(args: argparse.Namespace) -> dict[str, Any]:
         "cpu_bytes_to_use": 1 << 29,
         "secondary_tiers": [tier],
     }
-    connector = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+    connector = KVTransferConfig(
+        kv_connector="KvtideConnector",
+        kv_connector_module_path="kvtide.integrations.vllm.connector",
+        kv_role="kv_both",
+        kv_connector_extra_config=extra,
+    )
     llm = LLM(
         args.model,
         dtype="bfloat16",

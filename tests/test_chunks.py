@@ -251,6 +251,44 @@ def test_drop_and_resize(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_store_that_cannot_be_opened_again_has_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: list[bytes] = []
+    store = ChunkStore(options(tmp_path, num=20), lambda left: gone.extend(left.tolist()))
+    memory, named, before = Memory(5, SIZE, seed=9), keys(5), store.held
+    store.store(named, memory.addresses)
+    with monkeypatch.context() as patched:
+        patched.setattr("kvtide.chunks.store.open_namespace", lambda *_, **__: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            store.resize(options(tmp_path, num=12).capacity_bytes)
+    assert sorted(gone) == sorted(named.tolist())
+    assert not store.has(named).any()
+    assert not store.pin(named).any()
+    assert (len(before), len(store.keys()), store.num_chunks) == (0, 0, 0)
+    assert (store.load(named, memory.addresses) == FAILED).all()
+    assert (store.store(named, memory.addresses) == FAILED).all()
+    store.resize(options(tmp_path, num=12).capacity_bytes)
+    assert (store.load(named, memory.addresses) == OK).all()
+    store.close()
+
+
+def test_another_number_of_pieces_is_refused(tmp_path: Path) -> None:
+    store, memory = ChunkStore(options(tmp_path, pieces=(4096, SIZE - 4096))), Memory(2, SIZE)
+    with pytest.raises(ConfigError, match="addresses of 1 pieces a chunk; chunks here have 2"):
+        store.store(keys(2), memory.addresses)
+    store.close()
+
+
+def test_what_gives_way_is_written_down_under_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, memory, free = ChunkStore(options(tmp_path, num=4)), Memory(8, SIZE), []
+    flush = store._space.departures.flush
+    monkeypatch.setattr(store._space.departures, "flush", lambda: (free.append(not store._pins_lock.locked()), flush()))
+    for row in range(8):
+        store.store(keys(8)[row : row + 1], memory.addresses[row : row + 1])
+    assert store.counts.evicted
+    assert all(free)
+    store.close()
+
+
 def test_several_kinds_share_one_capacity(tmp_path: Path) -> None:
     told, gone = ChunkOptions(tmp_path, 1 << 20, 1, "model", engine="threads"), []
     several = SeveralStores(told, lambda kind, left: gone.append((kind, len(left))))

@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import subprocess
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -451,6 +452,15 @@ def test_a_slot_whose_header_cannot_be_read_is_wiped_before_use() -> None:
     blind = sim_tier(drive, LAYOUT, 3, Faults(eio=1.0))
     assert (blind.stats().num_groups, blind.stats().num_failed) == (0, 3)
     assert blind.table.has_header.all()
+
+
+def test_who_only_looks_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtide.tiers import owner
+
+    looking = os.open(tmp_path / "owner.lock", os.O_RDONLY | os.O_CREAT, 0o600)
+    owner.fcntl.flock(looking, owner.fcntl.LOCK_SH)
+    monkeypatch.setattr(owner, "time", types.SimpleNamespace(sleep=lambda _: os.close(looking)))
+    os.close(owner.lock(tmp_path))
 
 
 def test_a_lock_on_a_file_that_was_removed_meanwhile_is_no_ownership(

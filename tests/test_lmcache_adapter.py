@@ -18,9 +18,11 @@ engines.use("lmcache")
 from lmcache.v1.distributed.api import ObjectKey  # noqa: E402
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface  # noqa: E402
 
+from kvtide.blocks import KEY  # noqa: E402
 from kvtide.errors import ConfigError, IoError  # noqa: E402
 from kvtide.integrations.lmcache import KvtideL2Adapter, adapter  # noqa: E402
 from kvtide.integrations.lmcache.forms import from_told, told  # noqa: E402
+from kvtide.integrations.lmcache.names import Names  # noqa: E402
 
 SHAPE = (2, 4, 16, 32)  # 8 KiB of bfloat16
 WAIT_MS = 20_000
@@ -341,6 +343,31 @@ def test_names_that_are_torn_or_lost_only_hide_objects(tmp_path: Path) -> None:
     one.close()
 
 
+def test_the_file_of_names_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.integrations.lmcache.names.SLACK_LINES", 10)
+    one, keys = Names(tmp_path, np.zeros(0, KEY)), names(2)
+    for number in range(50):
+        one.take([b"a"])
+        one.add([(b"a", keys[number % 2])])
+        one.write()
+    (file,) = tmp_path.iterdir()
+    assert len(file.read_text().splitlines()) <= 2 + 10
+    assert file.stat().st_mode & 0o777 == 0o600
+    one.close()
+
+
+def test_a_listener_that_fails_and_a_store_after_close_end_their_tasks(tmp_path: Path) -> None:
+    one = made(tmp_path)
+    listener = Listener()
+    one.register_listener(listener)
+    listener.on_l2_keys_stored = lambda *_: 1 // 0  # type: ignore[method-assign,assignment]
+    assert store(one, names(2), objects(2, seed=14)).is_successful()
+    assert has(one, names(2)) == [0, 1]
+    one.close()
+    task = one.submit_store_task(names(1), objects(1, (77,), torch.uint8))
+    assert not one.pop_completed_store_tasks()[task].is_successful()
+
+
 def test_too_many_forms_are_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -355,7 +382,7 @@ def test_too_many_forms_are_not_kept(
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has wrong; kvtide's keys are capacity, directory, salt"):
+    with pytest.raises(ConfigError, match="has wrong; kvtide's keys are capacity, directory, metrics_port, salt"):
         made(tmp_path, wrong=1)
     one = made(tmp_path)
     store(one, names(1), objects(1))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def storage(
     directory: Path, pool: Any = None, *, interface: int = 1, pools: Any = None, **changed: Any
 ) -> KvtideStorage:
     extra = {"backend_name": "kvtide", "module_path": "m", "class_name": "c", "interface_v1": interface}
-    told = {name: changed.pop(name) for name in ("capacity", "salt", "wrong") if name in changed}
+    told = {name: changed.pop(name) for name in ("capacity", "salt", "metrics_port", "wrong") if name in changed}
     extra |= {"directory": str(directory), "capacity": "4MiB", **told}
     one = KvtideStorage(dataclasses.replace(CONFIG, extra_config=extra, **changed), {})
     if pool is not None:
@@ -310,8 +311,22 @@ def test_a_rank_that_would_only_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_keys_of_the_config_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has wrong; kvtide's keys are capacity, directory, salt"):
+    with pytest.raises(ConfigError, match="has wrong; kvtide's keys are capacity, directory, metrics_port, salt"):
         storage(tmp_path, wrong=1)
+
+
+def test_metrics_tell_of_every_pool(tmp_path: Path) -> None:
+    one = storage(tmp_path, HostPool(), pools={PoolName.INDEXER: FlatPool()}, metrics_port=0)
+    endpoint = one._metrics.endpoint
+    assert endpoint is not None
+    one.batch_set_v1(names(3), indices(0, 3))
+    with urllib.request.urlopen(endpoint.url, timeout=10) as answer:  # noqa: S310 - our own endpoint
+        told = answer.read().decode()
+    assert one._stores is not None
+    for store in one._stores.stores.values():
+        assert f'kvtide_groups{{store="{store.path.name[:16]}",tier="file"}} {store.num_chunks}' in told
+    assert "kvtide_operation_bytes_bucket" in told
+    one.close()
 
 
 def test_keys_are_hashes_as_they_are_or_hashed() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvtide.errors import IoError, UnsupportedError  # noqa: E402
 from kvtide.integrations import versions  # noqa: E402
 from kvtide.integrations.vllm import KvtideTier  # noqa: E402
+from kvtide.integrations.weights import digest_of_weights  # noqa: E402
+from kvtide.modelfiles import weights_digest  # noqa: E402
 
 SIZE = 8192
 REQUEST = ReqContext("request")
@@ -33,6 +36,7 @@ def spec(**changed: Any) -> Any:
         cache=space(tokens_per_hash=16),
         groups=[space(tokens_per_block=16, layer_names=["layer 0"])],
         kv_cache_layout=changed.get("layout", "LBHNC"),
+        extra_config=changed.get("extra_config", {}),
         canonical_layout=False,
         replicated_layout=False,
     )
@@ -49,7 +53,8 @@ class Primary:
 
 
 def tier(directory: Path, primary: Primary, *, capacity: str = "1MiB", salt: str = "", **changed: Any) -> KvtideTier:
-    return KvtideTier(spec(**changed), primary.view, "KvtideTier", str(directory), capacity, salt)
+    told = {name: changed.pop(name) for name in ("model_facts", "metrics_port") if name in changed}
+    return KvtideTier(spec(**changed), primary.view, "KvtideTier", str(directory), capacity, salt, **told)
 
 
 def names(num: int, group: int = 0) -> list[Any]:
@@ -91,7 +96,16 @@ def test_bytes_are_right_after_a_restart(tmp_path: Path, shift: int) -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [{"dtype": "float8"}, {"layout": "other"}, {"tp_size": 2}, {"rank": 1}, {"name": "b"}, {"salt": "tenant"}],
+    [
+        {"dtype": "float8"},
+        {"layout": "other"},
+        {"tp_size": 2},
+        {"rank": 1},
+        {"name": "b"},
+        {"salt": "tenant"},
+        {"model_facts": "rope factor 4"},
+        {"extra_config": {"kvtide_model_hash": "of another configuration"}},
+    ],
 )
 def test_other_facts_find_nothing(tmp_path: Path, changed: dict[str, Any]) -> None:
     primary = Primary(seed=2)
@@ -102,6 +116,38 @@ def test_other_facts_find_nothing(tmp_path: Path, changed: dict[str, Any]) -> No
     one = tier(tmp_path, primary, **changed)
     assert not any(hits(one, names(4)))
     one.shutdown()
+
+
+def test_another_config_json_finds_nothing_and_what_is_not_seen_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, primary = tmp_path / "model", Primary(seed=2)
+    folder.mkdir()
+    found = []
+    for config, told in (("{}", {}), ("{}", {"model_facts": "a"}), ('{"rope_theta": 1}', {"model_facts": "a"})):
+        (folder / "config.json").write_text(config)
+        one = tier(tmp_path / "store", primary, name=str(folder), **told)
+        found.append(any(hits(one, names(1))))
+        one.submit_store(job(1, names(1), [0]))
+        one.drain_jobs()
+        one.shutdown()
+    assert not any(found)
+    assert caplog.text.count('"model_facts"') == 1
+
+
+def test_a_revision_is_not_taken_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for revision in ("a", "b"):
+        (tmp_path / revision).mkdir()
+        (tmp_path / revision / "model.bin").write_bytes(revision.encode())
+    hub: Any = types.ModuleType("huggingface_hub")
+    hub.snapshot_download = lambda _, revision, **_local: tmp_path / (revision or "a")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert digest_of_weights("no/such", "b") == weights_digest(tmp_path / "b")
+    assert not caplog.text
+    assert digest_of_weights("no/such") == weights_digest(tmp_path / "a")
+    assert "several revisions of no/such" in caplog.text
 
 
 def test_it_is_bounded_and_the_oldest_give_way(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 WHY_EXAMPLE = "Example: kvtide why @notes.txt --dir .kvtide/store"
 PROMPT_BYTES_MAX = 64 << 20
 _KEY = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
-_IDS = re.compile(r"\s*\[?\s*[0-9]{1,20}(\s*,\s*[0-9]{1,20})+\s*\]?\s*", re.ASCII)
+_IDS = re.compile(r"(\[\s*)?[0-9]{1,20}(\s*,\s*[0-9]{1,20})+(\s*\])?", re.ASCII)
 _WORDS = {
     THERE: "there",
     NEVER: "never stored, or too long ago to know",
@@ -84,12 +84,13 @@ def why(
         _print_json([_plain(one) for one in told], directory) if as_json else _print_keys(told, directory)
         return
     text = _read(prompt)
-    if _IDS.fullmatch(text) and model is None:
+    are_ids = bool(_IDS.fullmatch(text.strip()))  # without the blanks around: nothing is tried twice
+    if are_ids and model is None:
         wanted = [one.identity for one in found if one.identity is not None and not one.identity.facts]
         tokens = _ids(text)
     else:
         described = _described(model, dtype)
-        tokens = _ids(text) if _IDS.fullmatch(text) else _tokens(described, text)
+        tokens = _ids(text) if are_ids else _tokens(described, text)
         wanted = [_identity(described, directory, block_tokens, group_blocks, layout)]
     whys = [why_prompt(tokens, found, one, salts) for one in wanted]
     if as_json:

@@ -21,6 +21,7 @@ from kvtide.io.ops import PAGE_BYTES
 from kvtide.spec import Identity
 from kvtide.tiers.inspect import find_namespaces
 from kvtide.tiers.namespace import prepare_root, read_identity
+from kvtide.trace.record import Recorder
 from kvtide.units import format_bytes
 
 KIND = "kind"
@@ -41,12 +42,20 @@ class SeveralStores:
     """One `ChunkStore` a kind, all of one model and some common facts.
 
     `shared` is what their options have in common: its sizes of chunks and pieces count for nothing. `on_gone` is that
-    of `ChunkStore`, with the name of the kind before the keys.
+    of `ChunkStore`, with the name of the kind before the keys. `recorder_of` is asked for a recorder for each store,
+    and `on_open` told of the store and it.
     Threads: any may call.
     """
 
-    def __init__(self, shared: ChunkOptions, on_gone: Gone | None = None) -> None:
-        self._shared, self._on_gone = shared, on_gone
+    def __init__(
+        self,
+        shared: ChunkOptions,
+        on_gone: Gone | None = None,
+        *,
+        recorder_of: Callable[[], Recorder | None] = lambda: None,
+        on_open: Callable[[ChunkStore, Recorder | None], object] = lambda *_: None,
+    ) -> None:
+        self._shared, self._on_gone, self._recorder_of, self._on_open = shared, on_gone, recorder_of, on_open
         self._opening = threading.Lock()
         self._stores: dict[str, ChunkStore] = {}
         self._is_closed = False
@@ -97,7 +106,9 @@ class SeveralStores:
             for name, options in new.items():
                 gone = functools.partial(self._on_gone, name) if self._on_gone else None
                 sized = replace(options, capacity_bytes=PAGE_BYTES + num * slots[name])
-                self._stores = {**self._stores, name: ChunkStore(sized, gone)}
+                recorder = self._recorder_of()
+                self._stores = {**self._stores, name: ChunkStore(sized, gone, recorder=recorder)}
+                self._on_open(self._stores[name], recorder)
 
     def close(self) -> None:
         """Finish what was begun, then give up all files and locks. Idempotent."""

@@ -23,7 +23,7 @@ from kvtide.chunks.bounce import Addresses, Bounce
 from kvtide.chunks.door import Door
 from kvtide.chunks.options import ChunkOptions
 from kvtide.chunks.records import ChunkCounts, records_of
-from kvtide.chunks.transfer import LOAD, STORE, Kind, Transfer
+from kvtide.chunks.transfer import LOAD, STORE, Kind, Transfer, take_some
 from kvtide.errors import IoError
 from kvtide.evict import Lru
 from kvtide.tiers.contract import FAILED, FULL, OK, READ_REQUEST, Statuses, TierStats
@@ -65,7 +65,7 @@ class ChunkStore:
         self._actions: collections.deque[Callable[[], object]] = collections.deque()
         self._queues: dict[Kind, collections.deque[Transfer]] = {LOAD: collections.deque(), STORE: collections.deque()}
         self._ready = threading.Condition()
-        self._num_open, self._is_closed = 0, False
+        self._num_open, self._is_closed, self._is_lost = 0, False, False
         self._worker = threading.Thread(target=self._run, name="kvtide-chunks", daemon=True)
         self._worker.start()
 
@@ -166,8 +166,9 @@ class ChunkStore:
         """Begin to move chunks between the store and memory. Never waits.
 
         At each of the transfer's addresses lies one piece of a chunk, all of it where chunks have one piece.
-        Raises: IoError after `close`.
+        Raises: IoError after `close`; ConfigError for another number of pieces.
         """
+        transfer.check_pieces(len(self._options.pieces()))
         with self._ready:
             self._check_open()
             if len(transfer.keys):
@@ -197,7 +198,8 @@ class ChunkStore:
     def resize(self, capacity_bytes: int) -> None:
         """Let the file have `capacity_bytes`, and wait for it; chunks that lie beyond are given up.
 
-        Raises: ConfigError or IoError of `open_namespace`; the store then goes on as it was.
+        Raises: ConfigError or IoError of `open_namespace`; the store then goes on as it was. Where even that cannot be
+        opened again it has nothing, and every transfer fails, until another `resize` ends well.
         """
         self._between(lambda: self._reopen(capacity_bytes))
 
@@ -247,35 +249,24 @@ class ChunkStore:
                 actions, self._actions = self._actions, collections.deque()
                 if not actions and not any(self._queues.values()):
                     return
-                taken = [] if actions else self._take()
+                loads, stores = self._queues[LOAD], self._queues[STORE]  # loads go first
+                taken = [] if actions else take_some(loads or stores, max(1, BATCH_BYTES // self.chunk_bytes))
             for action in actions:
                 action()
             if taken:
                 self._move(taken)
 
-    def _take(self) -> list[tuple[Transfer, slice]]:
-        """Return what to move next, all of one kind: loads if there are any."""
-        queue = self._queues[LOAD] or self._queues[STORE]
-        room = max(1, BATCH_BYTES // self.chunk_bytes)
-        taken = []
-        while queue and room > 0:
-            rows = queue[0].take(room)
-            room -= rows.stop - rows.start
-            taken.append((queue[0], rows))
-            if rows.stop == len(queue[0].keys):
-                queue.popleft()
-        return taken
-
     def _move(self, taken: list[tuple[Transfer, slice]]) -> None:
         """Move chunks, and end the transfers whose last ones these were."""
         keys = np.concatenate([transfer.keys[rows] for transfer, rows in taken])
         addresses = np.concatenate([transfer.addresses[rows] for transfer, rows in taken])
+        statuses = np.full(len(keys), FAILED, np.uint8)
         try:
             self._note_touches()
-            statuses = (self._load if taken[0][0].kind == LOAD else self._store)(keys, addresses)
+            if not self._is_lost:
+                statuses = (self._load if taken[0][0].kind == LOAD else self._store)(keys, addresses)
         except Exception as error:  # the engine goes on without these chunks
             _log.warning("kvtide: %d chunks were given up: %s", len(keys), error)
-            statuses = np.full(len(keys), FAILED, np.uint8)
         bounds = itertools.accumulate((rows.stop - rows.start for _, rows in taken), initial=0)
         self.counts.failed += int((statuses == FAILED).sum())
         for (transfer, rows), start in zip(taken, bounds, strict=False):
@@ -368,7 +359,8 @@ class ChunkStore:
             victims = self._lru.victims(num - num_free, evictable)
             keys = self._tier.table.keys[victims].copy()
             self._lru.forget(victims)
-            self._tier.drop(keys, reason="evicted")
+            self._tier.unlist(keys, "evicted")
+        self._tier.flush_departures()  # waits for the drive, which `pin` must not
         self.counts.evicted += len(keys)
         self._tell_gone(keys)
 
@@ -383,8 +375,15 @@ class ChunkStore:
         try:
             self._open(capacity_bytes)
         except BaseException:
-            self._open(self._options.capacity_bytes)
+            try:
+                self._open(self._options.capacity_bytes)
+            except BaseException as error:
+                _log.warning("kvtide: the store %s is lost until it is opened again: %s", self.path, error)
+                self._tier.lose()
+                self._is_lost = True
+                self._tell_gone(before)
             raise
+        self._is_lost = False
         self._options = replace(self._options, capacity_bytes=capacity_bytes)
         gone = before[~self._tier.lookup(before)]
         self.counts.evicted += len(gone)

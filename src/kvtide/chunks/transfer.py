@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.blocks import KeyArray
+from kvtide.errors import ConfigError
 from kvtide.tiers.contract import FAILED, OK, Statuses
 
 Kind = Literal["store", "load"]
@@ -44,6 +46,12 @@ class Transfer:
         self.addresses = self.addresses.reshape(len(self.keys), -1 if len(self.keys) else 1)
         self.statuses = np.full(len(self.keys), FAILED, np.uint8)
         self.num_left = len(self.keys)
+
+    def check_pieces(self, num_pieces: int) -> None:
+        """Raise ConfigError unless there is an address for each of the `num_pieces` of a chunk."""
+        num = self.addresses.shape[1]
+        if num != num_pieces and len(self.keys):
+            raise ConfigError(f"addresses of {num} pieces a chunk; chunks here have {num_pieces}: give one for each")
 
     @property
     def done(self) -> bool:
@@ -78,3 +86,15 @@ class Transfer:
         self._ended.set()
         if self.on_done is not None:
             self.on_done(self)
+
+
+def take_some(queue: deque[Transfer], num_max: int) -> list[tuple[Transfer, slice]]:
+    """Return what to move next, `num_max` chunks at most; transfers with none left leave the queue."""
+    taken = []
+    while queue and num_max > 0:
+        rows = queue[0].take(num_max)
+        num_max -= rows.stop - rows.start
+        taken.append((queue[0], rows))
+        if rows.stop == len(queue[0].keys):
+            queue.popleft()
+    return taken

@@ -7,28 +7,48 @@ import logging
 from pathlib import Path
 
 from kvtide.errors import ConfigError
-from kvtide.modelfiles import weights_digest
+from kvtide.modelfiles import CONFIG_BYTES_MAX, weights_digest
 
 _log = logging.getLogger("kvtide.engines")
 
 
-def digest_of_weights(name: str) -> str:
+def digest_of_weights(name: str, revision: str | None = None) -> str:
     """Return the digest of the weights of model `name`; of its name alone, with a warning, where they are not found."""
-    folder = Path(name)
-    if not folder.exists():
-        folder = _downloaded(name)
     try:
-        return weights_digest(folder)
+        return weights_digest(_folder(name, revision))
     except ConfigError as error:
         _log.warning("kvtide: weights of %s are told apart by name alone: %s", name, error)
-        return hashlib.sha256(name.encode()).hexdigest()
+        return hashlib.sha256(f"{name}@{revision}".encode() if revision else name.encode()).hexdigest()
 
 
-def _downloaded(name: str) -> Path:
-    """Return where the hub's library keeps model `name` here."""
+def digest_of_config(name: str, revision: str | None = None) -> str:
+    """Return the digest of the config.json of model `name`; empty where there is none."""
+    folder = _folder(name, revision, is_told=False)
+    file = (folder.parent if folder.is_file() else folder) / "config.json"
+    try:
+        if not 0 < file.stat().st_size <= CONFIG_BYTES_MAX or not file.is_file():
+            return ""
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _folder(name: str, revision: str | None, *, is_told: bool = True) -> Path:
+    """Return where model `name` lies: a path as it is, else where the hub's library keeps it here."""
+    folder = Path(name)
+    if folder.exists():
+        return folder
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, local_files_only=True))
+        found = Path(snapshot_download(name, revision=revision, local_files_only=True))
     except Exception:  # not downloaded, or no such library: weights_digest says that there are none
-        return Path(name)
+        return folder
+    if is_told and revision is None and len(list(found.parent.iterdir())) > 1:
+        _log.warning(
+            "kvtide: several revisions of %s are here, and the engine does not say which it loads; %s is taken: part "
+            "them by salt, or keep one",
+            name,
+            found.name,
+        )
+    return found

@@ -76,6 +76,10 @@ class Endpoint:
         host = str(self._server.server_address[0])
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
 
+    def add(self, source: Source) -> None:
+        """Tell of `source` too, from the next scrape on."""
+        self._server.sources = (*self._server.sources, source)
+
     def close(self) -> None:
         """Stop listening, end what is being answered. Idempotent."""
         if self._is_closed:

@@ -9,18 +9,23 @@ Every plug-in does the same, whatever its engine:
     if endpoint is not None:
         endpoint.close()
 
-SGLang passes it in `hicache_storage_backend_extra_config`, LMCache in `extra_config`. An engine of several ranks runs a
+Where there are several stores, `StoresMetrics` serves them all. SGLang passes the key in
+`hicache_storage_backend_extra_config`, LMCache in `adapter_params`. An engine of several ranks runs a
 plug-in in each of their processes, so it adds its `rank`: rank r serves at `metrics_port` + r.
 """
 
 from __future__ import annotations
 
+import logging
+
 from kvtide.chunks import ChunkStore
+from kvtide.errors import ConfigError, IoError
 from kvtide.metrics.endpoint import Endpoint, open_endpoint, parse_address
 from kvtide.metrics.sources import ChunkSource
 from kvtide.trace.record import Recorder
 
 OPTION = "metrics_port"
+_log = logging.getLogger("kvtide.metrics")
 EVENTS_MAX = 1 << 16  # between two scrapes: a minute at 1,000 operations a second
 
 
@@ -45,12 +50,49 @@ def serve_chunks(
 ) -> Endpoint | None:
     """Serve the figures of `store` at `metrics_port`, a port or `HOST:PORT`, plus `rank`; None: nowhere.
 
-    Port 0 is any free one, on every rank. Whoever opens it closes it, before the store or after.
-    Raises: ConfigError if it is no address, or is taken; IoError if the system refuses.
+    Port 0 is any free one, on every rank. Whoever opens it closes it, before the store or after. Where it cannot be
+    opened there is a warning, and None: an engine starts without its metrics rather than not at all.
     """
     if metrics_port is None:
         return None
+    return _listen(metrics_port, rank, ChunkSource(store, integration=integration, recorder=recorder))
+
+
+class StoresMetrics:
+    """Metrics of stores that are opened one after the other, at one endpoint; None as `metrics_port`: nowhere.
+
+    Raises: ConfigError if `metrics_port` is no address. Where it cannot be opened there is a warning.
+    """
+
+    def __init__(self, metrics_port: str | int | None, *, integration: str, rank: int = 0) -> None:
+        self._port, self._integration = metrics_port, integration
+        self._endpoint = None if metrics_port is None else _listen(metrics_port, rank)
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """Where they are served."""
+        return self._endpoint
+
+    def recorder(self) -> Recorder | None:
+        """Return what the next store must record into, None where nobody would read it."""
+        return recorder_for(self._port) if self._endpoint is not None else None
+
+    def add(self, store: ChunkStore, recorder: Recorder | None) -> None:
+        """Tell of one more store."""
+        if self._endpoint is not None:
+            self._endpoint.add(ChunkSource(store, integration=self._integration, recorder=recorder))
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        if self._endpoint is not None:
+            self._endpoint.close()
+
+
+def _listen(metrics_port: str | int, rank: int, *sources: ChunkSource) -> Endpoint | None:
     host, port = parse_address(metrics_port, option=OPTION)
     where = f"[{host}]" if ":" in host else host
-    source = ChunkSource(store, integration=integration, recorder=recorder)
-    return open_endpoint(f"{where}:{port + rank if port else 0}", source, option=OPTION)
+    try:
+        return open_endpoint(f"{where}:{port + rank if port else 0}", *sources, option=OPTION)
+    except (ConfigError, IoError) as error:
+        _log.warning("kvtide: there are no metrics: %s", error)
+        return None

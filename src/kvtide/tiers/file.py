@@ -176,15 +176,28 @@ class FileTier:
         self.table.fill(slots[rows], records.take(rows), sequences[rows], checksums[rows])
         for key, slot in zip(records.keys[rows].tolist(), slots[rows].tolist(), strict=True):
             self._own(key, slot)
-        if self._departures is not None:
-            self._departures.flush()
+        self.flush_departures()
         return statuses
 
     def drop(self, keys: KeyArray, *, reason: Reason = "dropped") -> None:
+        self.unlist(keys, reason)
+        self.flush_departures()
+
+    def unlist(self, keys: KeyArray, reason: Reason) -> None:
+        """Do what `drop` does in memory, so it never waits; `flush_departures` is to follow."""
         slots = self.slots_of(keys)
         self._drop_slots(slots[slots >= 0], reason)
+
+    def flush_departures(self) -> None:
+        """Write down what was noted of groups that left."""
         if self._departures is not None:
             self._departures.flush()
+
+    def lose(self) -> None:
+        """Hold nothing, and have room for nothing: whoever closed the file cannot open it again."""
+        self._slot_of.clear()  # those who have `held` see it
+        self.table.used[:] = False
+        self._free[:] = False
 
     def note(self, records: GroupRecords, reason: Reason) -> None:
         """Remember that groups were not let in, and why."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from kvtide.errors import IoError
+
+_PAUSES_S = 0.002, 0.008, 0.02, 0.02
 
 
 @contextmanager
@@ -31,7 +34,7 @@ def lock(path: Path) -> int:
     with named(path / "owner.lock"):
         fd = os.open(path / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _try_lock(fd)
     except OSError as error:
         owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
         os.close(fd)
@@ -46,6 +49,18 @@ def lock(path: Path) -> int:
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
+
+
+def _try_lock(fd: int) -> None:
+    """Take the lock; try again a few times, since who only looks whether there is an owner has it for a moment."""
+    for pause_s in _PAUSES_S:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in {errno.EAGAIN, errno.EACCES}:
+                raise
+        time.sleep(pause_s)
+    return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from kvtide.integrations.lmcache.forms import form_of, keys_of
 from kvtide.integrations.lmcache.names import Names
 from kvtide.integrations.lmcache.tasks import Rows, Task
 from kvtide.integrations.lmcache.versions import check_version
+from kvtide.metrics import StoresMetrics
 from kvtide.tiers.contract import OK
 from kvtide.units import parse_bytes
 
@@ -46,12 +47,14 @@ class AdapterOptions:
     """What may stand in `adapter_params`.
 
     `capacity` bounds the files of all forms together, as bytes or `64GiB`. `salt` parts deployments that share a
-    directory and whose keys do not differ: LMCache names a model, but not its weights.
+    directory and whose keys do not differ: LMCache names a model, but not its weights. `metrics_port` is
+    where kvtide's own metrics are served, as a port or `HOST:PORT`; None: nowhere.
     """
 
     directory: str = "~/.cache/kvtide/lmcache"
     capacity: str | int = "16GiB"
     salt: str = ""
+    metrics_port: str | int | None = None
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> AdapterOptions:
@@ -80,7 +83,8 @@ class KvtideL2Adapter(L2AdapterInterface):
         super().__init__(max_capacity_bytes=capacity)
         facts = {"engine": f"lmcache {check_version()}", "salt": options.salt[:256]}
         shared = ChunkOptions(Path(options.directory).expanduser(), capacity, 1, "lmcache", facts)
-        self._stores = SeveralStores(shared, self._left)
+        self._metrics = StoresMetrics(options.metrics_port, integration="lmcache")
+        self._stores = SeveralStores(shared, self._left, recorder_of=self._metrics.recorder, on_open=self._metrics.add)
         self._lock = threading.Lock()  # of all below; held for no I/O and no listener
         self._names: dict[str, Names] = {}
         self._locked: dict[bytes, list[ChunkStore]] = collections.defaultdict(list)
@@ -95,6 +99,7 @@ class KvtideL2Adapter(L2AdapterInterface):
             for form in self._stores.stores:
                 self._name(form)
         except BaseException:
+            self._metrics.close()
             self._stores.close()
             raise
         self._events = {name: create_event_notifier() for name in ("store", "lookup", "load")}
@@ -181,7 +186,7 @@ class KvtideL2Adapter(L2AdapterInterface):
     def _send(self, task: Task, form: Kind, rows: Rows, transfer: Transfer) -> None:
         """Give a part of a task to the store of its form; open it aside where there is none yet."""
         store = self._stores.stores[form.name] if form.name in self._names else None
-        if store is None and task.kind == STORE and form.name not in self._refused:
+        if store is None and task.kind == STORE and form.name not in self._refused and not self._is_closed:
             self._later(lambda: self._open(form), lambda: self._send(task, form, rows, transfer))
             return
         try:
@@ -234,11 +239,19 @@ class KvtideL2Adapter(L2AdapterInterface):
     # On the stores' workers
 
     def _moved(self, task: Task, rows: Rows, form: str, transfer: Transfer) -> None:
-        """Take note of a part that is done."""
-        good = transfer.statuses == OK
+        """End a part that is done."""
+        good, num_bytes = transfer.statuses == OK, 0
         if task.kind == STORE and good.any():
             good &= self._stores.stores[form].has(transfer.keys)  # some may have given way to the last of them
-        keys = [task.keys[row] for row in rows[good].tolist()]
+        try:
+            num_bytes = self._note(task, rows[good], form, transfer, good)
+        except Exception:  # of a listener: the task must end all the same
+            _log.exception("kvtide: what became of %d objects is not told to all", len(rows))
+        self._end_part(task, rows, good, num_bytes)
+
+    def _note(self, task: Task, rows: Rows, form: str, transfer: Transfer, good: Any) -> int:
+        """Take note of what arrived, at `rows` of the task, and tell of it; return the bytes that moved."""
+        keys = [task.keys[row] for row in rows.tolist()]
         store = self._stores.stores.get(form)
         size = store.chunk_bytes if store is not None else 0
         num_bytes = size * len(keys)
@@ -247,15 +260,16 @@ class KvtideL2Adapter(L2AdapterInterface):
             if keys:
                 self._notify_keys_accessed(keys)
         elif keys:
+            names = self._names[form]
             with self._lock:
-                names = self._names[form]
                 arrived = list(zip(transfer.keys[good].tolist(), keys, strict=True))
                 new = [(key, name) for key, name in arrived if key not in names.of]
                 sizes = [0 if key in names.of else size for key, _ in arrived]
                 names.add(new)
+            names.write()
             num_bytes = sum(sizes)
             self._notify_keys_stored(keys, sizes)  # of size 0: stored again
-        self._end_part(task, rows, good, num_bytes)
+        return num_bytes
 
     def _end_part(self, task: Task, rows: Rows, good: Any, num_bytes: int) -> None:
         if not task.end_part(rows, good, num_bytes):
@@ -265,7 +279,8 @@ class KvtideL2Adapter(L2AdapterInterface):
                 self._stored[task.id] = L2StoreResult(bool(task.good.all()), task.num_bytes)
             else:
                 self._loaded[task.id] = _bitmap(task.good)
-        self._events[task.kind].notify()
+        if not self._is_closed:  # else nobody polls
+            self._events[task.kind].notify()
 
     def _mislaid(self, form: str, keys: KeyArray) -> None:
         """Forget objects that were wanted in this form and lie here in another: no load could ever end well."""
@@ -362,6 +377,7 @@ class KvtideL2Adapter(L2AdapterInterface):
         if self._is_closed:
             return
         self._is_closed = True
+        self._metrics.close()
         self._aside.shutdown(wait=True)
         self._stores.close()
         with self._lock:

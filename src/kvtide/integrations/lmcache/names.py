@@ -2,14 +2,18 @@
 
 *Theory.* `names.jsonl` beside the data file has one line a key. A name hashes to the key of its chunk, so a line proves
 itself: what is torn, or names a chunk that is not there, is passed over. A name that was lost only keeps its chunk from
-being listed. Lines are appended as chunks are stored; opening writes the file anew.
+being listed. Lines are appended as chunks are stored. Opening writes the file anew, and so does an
+append that finds it mostly of chunks that are gone, so it stays within twice the names and a little.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import json
 import logging
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TextIO
 
@@ -19,13 +23,14 @@ from kvtide.blocks import KeyArray
 from kvtide.integrations.lmcache.forms import from_told, keys_of, told
 from kvtide.tiers.inspect import NAMES
 
+SLACK_LINES = 1000  # of chunks that are gone, before a small file is written anew
 _log = logging.getLogger("kvtide.lmcache")
 
 
 class Names:
     """The names of chunks by their keys.
 
-    Threads: one at a time.
+    Threads: one at a time, but for `write` and `close`, which any may call.
     """
 
     def __init__(self, folder: Path, present: KeyArray) -> None:
@@ -37,26 +42,47 @@ class Names:
         self.of: dict[bytes, ObjectKey] = {
             key: name for key, name in zip(keys_of(found).tolist(), found, strict=True) if key in there
         }
-        try:
-            partial = self._path.with_name(NAMES + ".partial")
-            partial.write_text("".join(map(_line, self.of.values())))
-            partial.chmod(0o600)
-            partial.replace(self._path)
-            self._file = self._path.open("a")
-        except OSError as error:
-            _log.warning("kvtide: after a restart chunks will not be listed: %s", error)
+        self._unwritten: collections.deque[ObjectKey] = collections.deque()
+        self._num_lines = 0
+        self._writing = threading.Lock()
+        self._attempt(self._write_anew)
 
     def add(self, names: Iterable[tuple[bytes, ObjectKey]]) -> None:
-        """Note the names of chunks that were stored."""
+        """Note the names of chunks that were stored. `write` is to follow."""
         new = dict(names)
         self.of.update(new)
-        if self._file is not None and new:
-            try:
-                self._file.write("".join(map(_line, new.values())))
-                self._file.flush()
-            except OSError as error:
-                _log.warning("kvtide: after a restart chunks will not be listed: %s", error)
-                self._file = None
+        self._unwritten.extend(new.values())
+
+    def write(self) -> None:
+        """Write what was noted. Waits for the disk, so no lock that others need may be held."""
+        with self._writing:
+            new = [self._unwritten.popleft() for _ in range(len(self._unwritten))]
+            if self._file is None or not new:
+                return
+            is_long = self._num_lines + len(new) > 2 * len(self.of) + SLACK_LINES
+            self._attempt(self._write_anew if is_long else lambda: self._append(new))
+
+    def _append(self, new: list[ObjectKey]) -> None:
+        assert self._file is not None, "written to before it was opened"
+        self._file.write("".join(map(_line, new)))
+        self._file.flush()
+        self._num_lines += len(new)
+
+    def _write_anew(self) -> None:
+        names = list(self.of.values())  # at once: others may add and take meanwhile
+        partial = self._path.with_name(NAMES + ".partial")
+        partial.write_text("".join(map(_line, names)))
+        partial.chmod(0o600)
+        partial.replace(self._path)
+        self._shut()
+        self._file, self._num_lines = self._path.open("a"), len(names)
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            _log.warning("kvtide: after a restart chunks will not be listed: %s", error)
+            self._shut()
 
     def take(self, keys: Iterable[bytes]) -> list[ObjectKey]:
         """Forget chunks, and return the names of those that had one."""
@@ -64,9 +90,14 @@ class Names:
 
     def close(self) -> None:
         """Give up the file. Idempotent."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        with self._writing:
+            self._shut()
+
+    def _shut(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # it flushes what could not be written before
+                file.close()
 
 
 def _line(name: ObjectKey) -> str:

@@ -34,6 +34,7 @@ from kvtide.integrations.sglang.facts import facts_of, kind_of
 from kvtide.integrations.sglang.keys import keys_of
 from kvtide.integrations.sglang.pages import FlatPages, Pages, addresses_of, num_bytes, pages_of
 from kvtide.integrations.weights import digest_of_weights
+from kvtide.metrics import StoresMetrics
 from kvtide.tiers.contract import OK
 from kvtide.units import parse_bytes
 
@@ -48,11 +49,13 @@ class StorageOptions:
     """What may stand in `--hicache-storage-backend-extra-config` beside what SGLang reads there itself.
 
     `capacity` bounds the files of one rank, as bytes or `64GiB`. `salt` parts tenants that share a directory.
+    `metrics_port` is where kvtide's own metrics are served, as a port or `HOST:PORT`, plus the rank; None: nowhere.
     """
 
     directory: str = "~/.cache/kvtide/sglang"
     capacity: str | int = "16GiB"
     salt: str = ""
+    metrics_port: str | int | None = None
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> StorageOptions:
@@ -90,6 +93,8 @@ class KvtideStorage(HiCacheStorage):
                 "ranks (MLA) only one rank stores, and a kvtide store belongs to one process, so the others would "
                 "never hit; use --tp-size 1, or --enable-dp-attention with --dp-size equal to --tp-size"
             )
+        rank = (getattr(storage_config, "pp_rank", 0) or 0) * storage_config.tp_size + storage_config.tp_rank
+        self._metrics = StoresMetrics(self._options.metrics_port, integration="sglang", rank=rank)
         self.registered_pools: dict[str, Any] = {}
         self._pages: dict[str, Pages] = {}
         self._stores: SeveralStores | None = None
@@ -127,7 +132,9 @@ class KvtideStorage(HiCacheStorage):
                 if pages.piece_bytes  # SGLang's logical pools hold no bytes
             ]
             if self._stores is None and kinds:
-                self._stores = SeveralStores(self._shared())
+                self._stores = SeveralStores(
+                    self._shared(), recorder_of=self._metrics.recorder, on_open=self._metrics.add
+                )
             if self._stores is not None:
                 self._stores.open(kinds)
 
@@ -338,6 +345,7 @@ class KvtideStorage(HiCacheStorage):
 
     def close(self) -> None:
         """Finish what was begun, then give up files and locks. Idempotent."""
+        self._metrics.close()
         if self._stores is not None:
             self._stores.close()
 

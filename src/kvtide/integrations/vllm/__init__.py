@@ -1,6 +1,7 @@
 """kvtide as a storage tier of vLLM, loaded by configuration alone:
 
-    --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+    --kv-transfer-config '{"kv_connector": "KvtideConnector",
+      "kv_connector_module_path": "kvtide.integrations.vllm.connector", "kv_role": "kv_both",
       "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 8589934592,
         "secondary_tiers": [{"type": "KvtideTier", "module_path": "kvtide.integrations.vllm",
                              "directory": "/var/cache/kvtide", "capacity": "64GiB"}]}}'

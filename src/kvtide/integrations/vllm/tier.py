@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvtide.chunks import LOAD, STORE, ChunkOptions, ChunkStore, Transfer, fold, fold_one
 from kvtide.chunks.transfer import Kind
-from kvtide.integrations.vllm.facts import facts_of
+from kvtide.integrations.vllm.facts import facts_of, revision_of
 from kvtide.integrations.weights import digest_of_weights
 from kvtide.io.ops import address_of
 from kvtide.metrics import recorder_for, serve_chunks
@@ -52,6 +52,8 @@ class KvtideTier(SecondaryTierManager):
     """Chunks of the primary tier in one bounded file under `directory`.
 
     `capacity` bounds the file, as bytes or `64GiB`. `salt` parts tenants that share a directory.
+    `model_facts` is any text that names what vLLM was told of the model and does not show here, such as --hf-overrides
+    and --revision; `KvtideConnector` needs none.
     `metrics_port` is where kvtide's own metrics are served, as a port or `HOST:PORT`; None: nowhere.
 
     Raises: ConfigError, FormatError, IoError of `ChunkStore`: vLLM then does not start, and shows the message.
@@ -68,6 +70,7 @@ class KvtideTier(SecondaryTierManager):
         capacity: str | int = CAPACITY,
         salt: str = "",
         metrics_port: str | int | None = None,
+        model_facts: str = "",
         backpressure_detector: Any = None,
         locality: str | None = None,
     ) -> None:
@@ -81,16 +84,13 @@ class KvtideTier(SecondaryTierManager):
                 parse_bytes(str(capacity)),
                 self.block_size_bytes,
                 config.model.name[:256],
-                facts_of(offloading_spec, salt),
-                digest_of_weights(config.model.name),
+                facts_of(offloading_spec, salt, model_facts),
+                digest_of_weights(config.model.name, revision_of(offloading_spec)),
             ),
             recorder=recorder,
         )
-        try:
-            self._endpoint = serve_chunks(self._store, metrics_port, integration="vllm", recorder=recorder)
-        except BaseException:
-            self._store.close()
-            raise
+        rank = getattr(config.parallel, "data_parallel_index", 0)
+        self._endpoint = serve_chunks(self._store, metrics_port, integration="vllm", recorder=recorder, rank=rank)
         self._held = self._store.held
         self._address = address_of(np.frombuffer(primary_kv_view, np.uint8))
         self._jobs: dict[Transfer, TransferJob] = {}
