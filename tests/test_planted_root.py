@@ -133,6 +133,8 @@ def test_a_planted_load_gets_its_name(name: str, folder: Path, rooflines: list[R
         rooflines.append(probed(folder))
     if swing(rooflines[first:]) > SWING_MAX:
         pytest.skip(f"the disk is not steady enough: its roofs differ {swing(rooflines[first:]):.2g}-fold; {verdict}")
+    if verdict.name == "cannot-say" and "probed in another state" in verdict.sentence:  # right names: the sim has them
+        pytest.skip(f"the disk is not what its probes say, and the verdict says so: {verdict}")
     pytest.fail(str(verdict))
 
 
