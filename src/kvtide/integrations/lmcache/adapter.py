@@ -14,7 +14,6 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,51 +33,27 @@ from kvtide.integrations.lmcache.forms import form_of, keys_of
 from kvtide.integrations.lmcache.names import Names
 from kvtide.integrations.lmcache.tasks import Rows, Task
 from kvtide.integrations.lmcache.versions import check_version
+from kvtide.integrations.options import PlugInOptions
 from kvtide.metrics import StoresMetrics
 from kvtide.tiers.contract import OK
 from kvtide.units import parse_bytes
 
+DIRECTORY = "~/.cache/kvtide/lmcache"
 FORMS_MAX = 16  # a model has one for each group of layers; more come from serdes whose output varies in size
 _log = logging.getLogger("kvtide.lmcache")
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterOptions:
-    """What may stand in `adapter_params`.
-
-    `capacity` bounds the files of all forms together, as bytes or `64GiB`. `salt` parts deployments that share a
-    directory and whose keys do not differ: LMCache names a model, but not its weights. `metrics_port` is
-    where kvtide's own metrics are served, as a port or `HOST:PORT`; None: nowhere.
-    """
-
-    directory: str = "~/.cache/kvtide/lmcache"
-    capacity: str | int = "16GiB"
-    salt: str = ""
-    metrics_port: str | int | None = None
-
-    @classmethod
-    def of(cls, told: dict[str, Any]) -> AdapterOptions:
-        """Take the options out of `adapter_params`.
-
-        Raises: ConfigError for a key that means nothing here.
-        """
-        known = {one.name for one in fields(cls)}
-        if unknown := sorted(set(told) - known):
-            raise ConfigError(f"adapter_params has {', '.join(unknown)}; kvtide's keys are {', '.join(sorted(known))}")
-        return cls(**told)
 
 
 class KvtideL2Adapter(L2AdapterInterface):
     """LMCache's objects in bounded files, one for each form of object.
 
-    `params` has the keys of `AdapterOptions`.
+    `params` has the keys of `PlugInOptions`. LMCache names a model, but not its weights: `salt` can.
 
     Raises: ConfigError, FormatError, IoError of the stores: LMCache then does not start, and shows the message.
     """
 
     def __init__(self, params: dict[str, Any], l1_memory_desc: Any = None) -> None:
         del l1_memory_desc  # nothing is registered: any host memory will do
-        options = AdapterOptions.of(params)
+        options = PlugInOptions.of(params, where="adapter_params", directory=DIRECTORY)
         capacity = parse_bytes(str(options.capacity))
         super().__init__(max_capacity_bytes=capacity)
         facts = {"engine": f"lmcache {check_version()}", "salt": options.salt[:256]}

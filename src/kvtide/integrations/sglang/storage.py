@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,8 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from kvtide.blocks import KeyArray
 from kvtide.chunks import ChunkOptions, ChunkStore, SeveralStores
-from kvtide.errors import ConfigError, UnsupportedError
+from kvtide.errors import UnsupportedError
+from kvtide.integrations.options import PlugInOptions
 from kvtide.integrations.sglang.facts import facts_of, kind_of
 from kvtide.integrations.sglang.keys import keys_of
 from kvtide.integrations.sglang.pages import FlatPages, Pages, addresses_of, num_bytes, pages_of
@@ -39,44 +39,17 @@ from kvtide.tiers.contract import OK
 from kvtide.units import parse_bytes
 
 _log = logging.getLogger("kvtide.sglang")
+DIRECTORY = "~/.cache/kvtide/sglang"
 _KV = str(PoolName.KV)
 _ENGINES_OWN = {"backend_name", "module_path", "class_name", "interface_v1"}
 Good = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
-class StorageOptions:
-    """What may stand in `--hicache-storage-backend-extra-config` beside what SGLang reads there itself.
-
-    `capacity` bounds the files of one rank, as bytes or `64GiB`. `salt` parts tenants that share a directory.
-    `metrics_port` is where kvtide's own metrics are served, as a port or `HOST:PORT`, plus the rank; None: nowhere.
-    """
-
-    directory: str = "~/.cache/kvtide/sglang"
-    capacity: str | int = "16GiB"
-    salt: str = ""
-    metrics_port: str | int | None = None
-
-    @classmethod
-    def of(cls, told: dict[str, Any]) -> StorageOptions:
-        """Take the options out of the extra config.
-
-        Raises: ConfigError for a key that means nothing here.
-        """
-        known = {one.name for one in fields(cls)}
-        if unknown := sorted(set(told) - known - _ENGINES_OWN):
-            raise ConfigError(
-                f"the extra config has {', '.join(unknown)}; kvtide's keys are {', '.join(sorted(known))}, beside "
-                f"{', '.join(sorted(_ENGINES_OWN))}"
-            )
-        return cls(**{name: value for name, value in told.items() if name in known})
-
-
 class KvtideStorage(HiCacheStorage):
     """Pages of SGLang's host pools in bounded files, one for each pool.
 
-    `storage_config.extra_config` has the keys of `StorageOptions`. With `interface_v1` pages move straight between
-    host memory and disk; without, SGLang copies each one first.
+    `storage_config.extra_config` has the keys of `PlugInOptions`; a rank's metrics port is that many higher.
+    With `interface_v1` pages move straight between host memory and disk; without, SGLang copies each one first.
 
     Raises: ConfigError for unknown keys; UnsupportedError on ranks that would only read. Where the pools are known,
     ConfigError, FormatError and IoError of the stores: SGLang then does not attach the storage, and shows the message.
@@ -85,7 +58,8 @@ class KvtideStorage(HiCacheStorage):
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         del kwargs
         told = dict(storage_config.extra_config or {})
-        self._options, self._config = StorageOptions.of(told), storage_config
+        self._config = storage_config
+        self._options = PlugInOptions.of(told, where="the extra config", directory=DIRECTORY, engines_own=_ENGINES_OWN)
         self._in_place = bool(told.get("interface_v1", 0))
         if not storage_config.is_storage_writer:
             raise UnsupportedError(

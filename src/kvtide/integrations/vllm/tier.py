@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvtide.chunks import LOAD, STORE, ChunkOptions, ChunkStore, Transfer, fold, fold_one
 from kvtide.chunks.transfer import Kind
+from kvtide.integrations.options import CAPACITY
 from kvtide.integrations.vllm.facts import facts_of, revision_of
 from kvtide.integrations.weights import digest_of_weights
 from kvtide.io.ops import address_of
@@ -35,7 +36,6 @@ from kvtide.metrics import recorder_for, serve_chunks
 from kvtide.tiers.contract import OK
 from kvtide.units import parse_bytes
 
-CAPACITY = "16GiB"
 _COUNTERS = {
     "stored": "Chunks written to kvtide's tier.",
     "loaded": "Chunks read from kvtide's tier, their checksums right.",
