@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from _bench import RESULTS, environment, parser, write_result
+
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = {16 * KIB: 4096, 64 * KIB: 2048, MIB: 256, 2949120: 96}  # chunks of each; the last is SmolLM2's 128 tokens
 SMOKE = {64 * KIB: 64}
@@ -173,8 +175,6 @@ def run_peers(
     job_chunks: int = JOB_CHUNKS,
 ) -> int:
     """Run all rounds and what `more` has to measure, print and keep the result; return the exit code."""
-    from _bench import RESULTS, environment, parser, write_result
-
     args = parser(told).parse_args()
     directory = Path(args.dir) / f"{name}-{os.getpid()}"
     try:

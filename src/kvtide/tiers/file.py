@@ -153,9 +153,8 @@ class FileTier:
         slots, requests = slots[wanted], requests[wanted]
         batch = self._io.fragment_ops(slots, requests["fragment"], requests["address"], READ)
         lost = []
-        for parts, is_whole in self._io.finish(
-            self._io.begin(batch, gap_bytes_max), cause, slots, requests["fragment"]
-        ):
+        merged = self._io.begin(batch, gap_bytes_max)
+        for parts, is_whole in self._io.finish(merged, cause, slots, requests["fragment"]):
             moved = parts[is_whole]
             statuses[wanted[moved]] = self._verify(slots[moved], requests[moved])
             lost.append(wanted[parts[~is_whole]])
@@ -203,7 +202,7 @@ class FileTier:
         """Remember that groups were not let in, and why."""
         if self._departures is not None:
             self._departures.note(records, reason)
-            self._departures.flush()
+            self.flush_departures()
 
     def stats(self) -> TierStats:
         self._stats.num_groups = len(self._slot_of)
@@ -283,7 +282,7 @@ class FileTier:
         self, rows: slice, merged: Merged, slots: npt.NDArray[np.int64], good: npt.NDArray[np.bool_], cause: Cause
     ) -> None:
         """Wait for one portion and note which of its slots are whole."""
-        num = len(slots[rows])
+        num = rows.stop - rows.start
         per_slot = np.repeat(slots[rows], len(merged.part_of) // num - 1)
         done = self._io.all_done(merged, cause, np.concatenate([slots[rows], per_slot]), None)
         good[rows] = done[:num] & done[num:].reshape(num, -1).all(axis=1)
@@ -304,9 +303,8 @@ class FileTier:
         wanted = fragments[: len(rows) * num_fragments]
         batch = self._io.fragment_ops(np.repeat(slots[rows], num_fragments), wanted, addresses[rows].ravel(), WRITE)
         merged = self._io.begin(batch)
-        checksums = self._io.checksums(fragments, addresses.ravel()).reshape(
-            num, num_fragments
-        )  # while the drive is busy
+        hashed = self._io.checksums(fragments, addresses.ravel())  # while the drive is busy
+        checksums = hashed.reshape(num, num_fragments)
         done = self._io.all_done(merged, cause, np.repeat(slots[rows], num_fragments), wanted)
         good[rows] = done.reshape(len(rows), num_fragments).all(axis=1)
         sequences = self._next_sequences(num)
