@@ -281,11 +281,33 @@ def test_another_number_of_pieces_is_refused(tmp_path: Path) -> None:
 def test_what_gives_way_is_written_down_under_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, memory, free = ChunkStore(options(tmp_path, num=4)), Memory(8, SIZE), []
     flush = store._space.departures.flush
-    monkeypatch.setattr(store._space.departures, "flush", lambda: (free.append(not store._pins_lock.locked()), flush()))
+    monkeypatch.setattr(store._space.departures, "flush", lambda: (free.append(not store._pins.lock.locked()), flush()))
     for row in range(8):
         store.store(keys(8)[row : row + 1], memory.addresses[row : row + 1])
     assert store.counts.evicted
     assert all(free)
+    store.close()
+
+
+def test_a_load_begins_while_the_one_before_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.chunks.store.BATCH_BYTES", SIZE)  # one chunk at a time
+    store, before, after = ChunkStore(options(tmp_path)), Memory(9, SIZE, seed=1), Memory(9, SIZE)
+    store.store(keys(9), before.addresses)
+    flip_bytes(store.path, before.rows[4].tobytes())
+    order: list[str] = []
+    for name in ("begin_read", "finish_read"):
+        real = getattr(store._tier, name)
+        monkeypatch.setattr(
+            store._tier, name, lambda *args, real=real, name=name, **more: (order.append(name), real(*args, **more))[1]
+        )
+    done = store.load(keys(9), after.addresses)
+    assert done.tolist() == [OK] * 4 + [CORRUPT] + [OK] * 4
+    assert order == ["begin_read", *["begin_read", "finish_read"] * 8, "finish_read"]
+    good = done == OK
+    assert (after.rows[good] == before.rows[good]).all()
+    store.store(keys(9), before.addresses)  # what follows waits until nothing is read
+    assert (store.load(keys(9), after.addresses) == OK).all()
+    assert (after.rows == before.rows).all()
     store.close()
 
 

@@ -9,21 +9,22 @@ Next: several.
 from __future__ import annotations
 
 import collections
-import itertools
 import logging
 import threading
 from collections.abc import Callable, KeysView
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.blocks import KEY, KeyArray
+from kvtide.blocks import KeyArray
 from kvtide.chunks.bounce import Addresses, Bounce
 from kvtide.chunks.door import Door
 from kvtide.chunks.options import ChunkOptions
+from kvtide.chunks.pins import Pins
 from kvtide.chunks.records import ChunkCounts, records_of
-from kvtide.chunks.transfer import LOAD, STORE, Kind, Transfer, take_some
+from kvtide.chunks.transfer import LOAD, STORE, Kind, Move, Transfer, take_some, tell
 from kvtide.errors import IoError
 from kvtide.evict import Lru
 from kvtide.tiers.contract import FAILED, FULL, OK, READ_REQUEST, Statuses, TierStats
@@ -60,8 +61,7 @@ class ChunkStore:
         self._open(options.capacity_bytes)
         self.path = self._space.path
         self._touched: collections.deque[KeyArray] = collections.deque(maxlen=_TOUCHES_MAX)
-        self._pins: collections.Counter[bytes] = collections.Counter()
-        self._pins_lock = threading.Lock()
+        self._pins = Pins()
         self._actions: collections.deque[Callable[[], object]] = collections.deque()
         self._queues: dict[Kind, collections.deque[Transfer]] = {LOAD: collections.deque(), STORE: collections.deque()}
         self._ready = threading.Condition()
@@ -142,25 +142,11 @@ class ChunkStore:
         At most `PINNED_SHARE` of the chunks there is room for are kept: of more, it says no. A pinned chunk that cannot
         be read is still forgotten. Never waits for the drive. Shapes: keys [n]; returns [n].
         """
-        num_max = max(1, int(PINNED_SHARE * self._tier.num_slots))
-        with self._pins_lock:
-            kept = self._tier.lookup(keys)
-            for row in np.flatnonzero(kept).tolist():
-                key = keys[row].tobytes()
-                if key in self._pins or len(self._pins) < num_max:
-                    self._pins[key] += 1
-                else:
-                    kept[row] = False
-        return kept
+        return self._pins.add(keys, self._tier.lookup, max(1, int(PINNED_SHARE * self._tier.num_slots)))
 
     def unpin(self, keys: KeyArray) -> None:
         """Undo one `pin` of each key; of keys that are not pinned, nothing. Never waits for the drive."""
-        with self._pins_lock:
-            for key in keys.tolist():
-                if self._pins[key] > 1:
-                    self._pins[key] -= 1
-                else:
-                    del self._pins[key]
+        self._pins.remove(keys)
 
     def submit(self, transfer: Transfer) -> Transfer:
         """Begin to move chunks between the store and memory. Never waits.
@@ -243,62 +229,78 @@ class ChunkStore:
     # The worker
 
     def _run(self) -> None:
+        begun: Move | None = None  # a load ends when the next one has begun, so that the drive does not pause
         while True:
             with self._ready:
-                self._ready.wait_for(lambda: self._is_closed or self._actions or any(self._queues.values()))
+                if begun is None:
+                    self._ready.wait_for(lambda: self._is_closed or self._actions or any(self._queues.values()))
                 actions, self._actions = self._actions, collections.deque()
-                if not actions and not any(self._queues.values()):
-                    return
                 loads, stores = self._queues[LOAD], self._queues[STORE]  # loads go first
+                if not (begun or actions or loads or stores):
+                    return
                 taken = [] if actions else take_some(loads or stores, max(1, BATCH_BYTES // self.chunk_bytes))
-            for action in actions:
-                action()
-            if taken:
-                self._move(taken)
+            move = Move(taken) if taken else None
+            before, begun = begun, move if move is not None and self._begin(move) else None
+            if before is not None:
+                self._end(before)
+            if begun is None:  # only now, when nothing is read
+                for action in actions:
+                    action()
+                if move is not None:
+                    self._end(move)
 
-    def _move(self, taken: list[tuple[Transfer, slice]]) -> None:
-        """Move chunks, and end the transfers whose last ones these were."""
-        keys = np.concatenate([transfer.keys[rows] for transfer, rows in taken])
-        addresses = np.concatenate([transfer.addresses[rows] for transfer, rows in taken])
-        statuses = np.full(len(keys), FAILED, np.uint8)
+    def _begin(self, move: Move) -> bool:
+        """Begin to load where chunks move straight to the engine's memory; say whether that is so."""
+        if move.kind != LOAD or self._is_lost or self._bounce.needed(move.addresses):
+            return False
+        try:
+            self._read(move, move.addresses)
+        except Exception as error:  # tried again, and given up, when nothing else is under way
+            _log.debug("kvtide: %d chunks cannot be read yet: %s", len(move.keys), error)
+        return move.reading is not None
+
+    def _end(self, move: Move) -> None:
+        """Do what is left to do for chunks, and end the transfers whose last ones these were."""
+        statuses = np.full(len(move.keys), FAILED, np.uint8)
         try:
             self._note_touches()
             if not self._is_lost:
-                statuses = (self._load if taken[0][0].kind == LOAD else self._store)(keys, addresses)
+                statuses = self._load(move) if move.kind == LOAD else self._store(move.keys, move.addresses)
         except Exception as error:  # the engine goes on without these chunks
-            _log.warning("kvtide: %d chunks were given up: %s", len(keys), error)
-        bounds = itertools.accumulate((rows.stop - rows.start for _, rows in taken), initial=0)
+            _log.warning("kvtide: %d chunks were given up: %s", len(move.keys), error)
         self.counts.failed += int((statuses == FAILED).sum())
-        for (transfer, rows), start in zip(taken, bounds, strict=False):
-            if transfer.end(rows, statuses[start : start + rows.stop - rows.start]):
+        for transfer, rows, found in move.parts(statuses):
+            if transfer.end(rows, found):
                 self._finish(transfer)
 
     def _finish(self, transfer: Transfer) -> None:
-        try:
-            transfer.finish()
-        except Exception:  # a callback of the engine: its fault must not stop the worker
-            _log.exception("kvtide: the engine's answer to a finished transfer failed")
+        tell("a finished transfer", transfer.finish)
         with self._ready:
             self._num_open -= 1
             self._ready.notify_all()
 
-    def _load(self, keys: KeyArray, addresses: Addresses) -> Statuses:
-        bounced = self._bounce.needed(addresses)
-        at = self._bounce.lend(len(keys)) if bounced else addresses
-        num_fragments = at.shape[1]
+    def _read(self, move: Move, at: Addresses) -> None:
+        """Begin to read the fragments of chunks. Shapes: at [n, F]."""
         requests = np.zeros(at.size, READ_REQUEST)
-        requests["row"] = np.repeat(np.arange(len(keys)), num_fragments)
-        requests["fragment"] = np.tile(np.arange(num_fragments), len(keys))
+        requests["row"] = np.repeat(np.arange(at.shape[0]), at.shape[1])
+        requests["fragment"] = np.tile(np.arange(at.shape[1]), at.shape[0])
         requests["address"] = at.ravel()
-        slots = self._tier.slots_of(keys)
-        statuses = self._tier.read(keys, requests, cause="restore").reshape(at.shape).max(axis=1)
+        move.slots = self._tier.slots_of(move.keys)
+        move.reading = self._tier.begin_read(move.keys, requests, cause="restore")
+
+    def _load(self, move: Move) -> Statuses:
+        keys, is_bounced = move.keys, self._bounce.needed(move.addresses)
+        if move.reading is None:
+            self._read(move, self._bounce.lend(len(keys)) if is_bounced else move.addresses)
+        assert move.reading is not None
+        statuses = self._tier.finish_read(move.reading).reshape(len(keys), -1).max(axis=1)
         good = statuses == OK
         self._tier.drop(keys[statuses == FAILED], reason="unreadable")  # or the engine would ask for them for ever
-        lost = ~good & (slots >= 0)
-        self._lru.forget(slots[lost])
-        self._lru.touch(slots[good])
-        if bounced:
-            self._bounce.empty(np.flatnonzero(good), addresses[good])
+        lost = ~good & (move.slots >= 0)
+        self._lru.forget(move.slots[lost])
+        self._lru.touch(move.slots[good])
+        if is_bounced:
+            self._bounce.empty(np.flatnonzero(good), move.addresses[good])
         self.counts.loaded += int(good.sum())
         self.counts.missed += int((~good).sum())
         if lost.any():
@@ -352,9 +354,9 @@ class ChunkStore:
         num_free = self._tier.num_slots - self._tier.stats().num_groups
         if num <= num_free:
             return
-        with self._pins_lock:  # what is pinned from here on is found to be gone
+        with self._pins.lock:  # what is pinned from here on is found to be gone
             evictable = self._tier.table.used.copy()
-            slots = self._tier.slots_of(np.frombuffer(b"".join(self._pins), KEY))
+            slots = self._tier.slots_of(self._pins.keys())
             evictable[slots[slots >= 0]] = False
             victims = self._lru.victims(num - num_free, evictable)
             keys = self._tier.table.keys[victims].copy()
@@ -390,9 +392,5 @@ class ChunkStore:
         self._tell_gone(gone)
 
     def _tell_gone(self, keys: KeyArray) -> None:
-        if self._on_gone is None or not len(keys):
-            return
-        try:
-            self._on_gone(keys)
-        except Exception:  # as of a transfer's callback
-            _log.exception("kvtide: the engine's answer to chunks that left failed")
+        if self._on_gone is not None and len(keys):
+            tell("chunks that left", partial(self._on_gone, keys))

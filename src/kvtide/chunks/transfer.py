@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,8 +16,10 @@ import numpy.typing as npt
 from kvtide.blocks import KeyArray
 from kvtide.errors import ConfigError
 from kvtide.tiers.contract import FAILED, OK, Statuses
+from kvtide.tiers.file import Reading
 
 Kind = Literal["store", "load"]
+_log = logging.getLogger("kvtide.chunks")
 STORE: Kind = "store"
 LOAD: Kind = "load"
 
@@ -98,3 +101,33 @@ def take_some(queue: deque[Transfer], num_max: int) -> list[tuple[Transfer, slic
         if rows.stop == len(queue[0].keys):
             queue.popleft()
     return taken
+
+
+class Move:
+    """Chunks that move at once, of one or more transfers of one kind. `slots` and `reading` are of a load that began.
+
+    Shapes: keys, slots [n]; addresses [n, P].
+    """
+
+    def __init__(self, taken: list[tuple[Transfer, slice]]) -> None:
+        self.kind, self._taken = taken[0][0].kind, taken
+        self.keys: KeyArray = np.concatenate([transfer.keys[rows] for transfer, rows in taken])
+        self.addresses = np.concatenate([transfer.addresses[rows] for transfer, rows in taken])
+        self.slots = np.empty(0, np.int64)
+        self.reading: Reading | None = None
+
+    def parts(self, statuses: Statuses) -> Iterator[tuple[Transfer, slice, Statuses]]:
+        """Yield the transfers, which of their chunks these were, and what became of those. Shapes: statuses [n]."""
+        start = 0
+        for transfer, rows in self._taken:
+            end = start + rows.stop - rows.start
+            yield transfer, rows, statuses[start:end]
+            start = end
+
+
+def tell(what: str, answer: Callable[[], object]) -> None:
+    """Call back into the engine, whose faults must not stop the worker."""
+    try:
+        answer()
+    except Exception:
+        _log.exception("kvtide: the engine's answer to %s failed", what)

@@ -17,6 +17,7 @@ fragments when it is read.
 from __future__ import annotations
 
 from collections.abc import KeysView
+from dataclasses import dataclass, field
 from itertools import repeat
 
 import numpy as np
@@ -38,6 +39,18 @@ PORTION_BYTES = 8 << 20  # written at once where slots are packed: several opera
 
 Written = tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
 """Which slots are whole, their numbers in the order of writing, and the checksums of their fragments."""
+
+
+@dataclass(eq=False, slots=True)
+class Reading:
+    """A read that was begun: of each request its slot and what is known of it, and which ones are under way."""
+
+    slots: npt.NDArray[np.int64]
+    requests: npt.NDArray[np.void]
+    statuses: Statuses
+    cause: Cause
+    wanted: npt.NDArray[np.intp] = field(init=False)
+    merged: Merged = field(init=False)
 
 
 class FileTier:
@@ -129,34 +142,41 @@ class FileTier:
         return self._slot_of.keys()
 
     def read(self, keys: KeyArray, requests: npt.NDArray[np.void], *, cause: Cause) -> Statuses:
+        return self.finish_read(self.begin_read(keys, requests, cause=cause))
+
+    def begin_read(self, keys: KeyArray, requests: npt.NDArray[np.void], *, cause: Cause) -> Reading:
+        """Begin what `finish_read` ends; several may be under way, and meanwhile nothing is written."""
         slots = self.slots_of(keys)[requests["row"]]
-        statuses = np.where(slots < 0, MISSING, OK).astype(np.uint8)
-        wanted = np.flatnonzero(slots >= 0)
-        lost = self._read(slots, requests, wanted, statuses, cause, self._gap_bytes_max)
+        reading = Reading(slots, requests, np.where(slots < 0, MISSING, OK).astype(np.uint8), cause)
+        self._begin(reading, np.flatnonzero(slots >= 0), self._gap_bytes_max)
+        return reading
+
+    def finish_read(self, reading: Reading) -> Statuses:
+        """Wait for the bytes and verify them; return what became of each request."""
+        lost = self._finish(reading)
         if len(lost) and self._gap_bytes_max:  # perhaps for bytes between them that nobody wants
-            lost = self._read(slots, requests, lost, statuses, cause, 0)
+            self._begin(reading, lost, 0)
+            lost = self._finish(reading)
+        statuses = reading.statuses
         statuses[lost] = FAILED
         self._stats.num_failed += len(lost)
-        self._drop_slots(slots[statuses == CORRUPT], "corrupt")  # noted now, written with the next drop or write
+        self._drop_slots(
+            reading.slots[statuses == CORRUPT], "corrupt"
+        )  # noted now, written with the next drop or write
         return statuses
 
-    def _read(
-        self,
-        slots: npt.NDArray[np.int64],
-        requests: npt.NDArray[np.void],
-        wanted: npt.NDArray[np.intp],
-        statuses: Statuses,
-        cause: Cause,
-        gap_bytes_max: int,
-    ) -> npt.NDArray[np.intp]:
-        """Read and verify the `wanted` of all requests, note what is corrupt, and return what did not move."""
-        slots, requests = slots[wanted], requests[wanted]
-        batch = self._io.fragment_ops(slots, requests["fragment"], requests["address"], READ)
-        lost = []
-        merged = self._io.begin(batch, gap_bytes_max)
-        for parts, is_whole in self._io.finish(merged, cause, slots, requests["fragment"]):
+    def _begin(self, reading: Reading, wanted: npt.NDArray[np.intp], gap_bytes_max: int) -> None:
+        requests = reading.requests[wanted]
+        batch = self._io.fragment_ops(reading.slots[wanted], requests["fragment"], requests["address"], READ)
+        reading.wanted, reading.merged = wanted, self._io.begin(batch, gap_bytes_max)
+
+    def _finish(self, reading: Reading) -> npt.NDArray[np.intp]:
+        """Verify what was begun as it arrives, note what is corrupt, and return what did not move."""
+        wanted, lost = reading.wanted, []
+        slots, requests = reading.slots[wanted], reading.requests[wanted]
+        for parts, is_whole in self._io.finish(reading.merged, reading.cause, slots, requests["fragment"]):
             moved = parts[is_whole]
-            statuses[wanted[moved]] = self._verify(slots[moved], requests[moved])
+            reading.statuses[wanted[moved]] = self._verify(slots[moved], requests[moved])
             lost.append(wanted[parts[~is_whole]])
         return np.concatenate(lost) if lost else wanted[:0]
 
