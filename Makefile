@@ -59,7 +59,7 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 
 test-vllm: $(VLLM)/.installed $(STAMP)
 	$(VLLM)/bin/python tools/make_stand_ins.py --check vllm
-	$(VLLM)/bin/python -m pytest --override-ini filterwarnings= tests/test_vllm_tier.py
+	$(VLLM)/bin/python -m pytest --override-ini filterwarnings= tests/test_vllm_tier.py tests/test_vllm_connector.py
 	$(PY) examples/embedded_model.py $(VLLM_MODEL)
 	$(VLLM)/bin/python examples/vllm_restore.py --model $(VLLM_MODEL) --tokens 1024
 
