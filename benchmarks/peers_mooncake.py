@@ -21,6 +21,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+
 try:
     from mooncake.store import MooncakeDistributedStore
 except ImportError:
@@ -117,7 +119,6 @@ def running_mooncake() -> Iterator[str]:
 
 def main() -> int:
     """Run both in turn."""
-    os.environ.setdefault("GLOG_minloglevel", "2")
     with running_mooncake() as url:
 
         def mooncake(directory: Path, rows: Rows) -> Tiered:
