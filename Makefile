@@ -50,6 +50,8 @@ test-engines: $(ENGINES)/.installed
 
 VLLM := .venv-vllm
 VLLM_MODEL := .kvtide/vllm-model
+# Tokens of the prompt; `make test-vllm VLLM_TOKENS=4096` takes minutes more.
+VLLM_TOKENS := 1024
 
 $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	python3 -m venv $(VLLM)
@@ -59,9 +61,9 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 
 test-vllm: $(VLLM)/.installed $(STAMP)
 	$(VLLM)/bin/python tools/make_stand_ins.py --check vllm
-	$(VLLM)/bin/python -m pytest --override-ini filterwarnings= tests/test_vllm_tier.py
+	$(VLLM)/bin/python -m pytest --override-ini filterwarnings= tests/test_vllm_tier.py tests/test_vllm_connector.py
 	$(PY) examples/embedded_model.py $(VLLM_MODEL)
-	$(VLLM)/bin/python examples/vllm_restore.py --model $(VLLM_MODEL) --tokens 1024
+	$(VLLM)/bin/python examples/vllm_restore.py --model $(VLLM_MODEL) --tokens $(VLLM_TOKENS)
 
 bench: $(STAMP)
 	for b in benchmarks/[a-z]*.py; do $(PY) $$b || exit 1; done
@@ -69,11 +71,12 @@ bench: $(STAMP)
 # Beside the engines' own disk tiers, in their environments. What their file backends import beside:
 PEER_NEEDS := aiofiles fastapi msgspec orjson pillow pybase64 pyzmq setproctitle triton
 
-bench-peers: $(ENGINES)/.installed $(VLLM)/.installed
+bench-peers: $(ENGINES)/.installed $(VLLM)/.installed $(STAMP)
 	$(ENGINES)/bin/python -m pip install --quiet $(PEER_NEEDS)
 	$(VLLM)/bin/python benchmarks/peers_vllm.py
 	$(ENGINES)/bin/python benchmarks/peers_sglang.py
 	$(ENGINES)/bin/python benchmarks/peers_lmcache.py
+	$(PY) benchmarks/peers_mooncake.py
 
 bench-predict: $(STAMP)
 	$(PY) benchmarks/predict.py

@@ -166,12 +166,39 @@ def test_a_failing_disk_ends_every_transfer_and_later_recovers(tmp_path: Path) -
     begun.append(store.submit(Transfer(LOAD, named[:10], memory.addresses[:10])))
     store.drain()
     assert all(one.done and not one.is_good and (one.statuses == FAILED).all() for one in begun)
-    assert store.counts.failed == 20
+    assert (store.counts.failed, store.counts.refused, store.counts.known) == (20, 0, 0)
     disk.fails = False
     assert (store.store(named, memory.addresses) == OK).all()
     into = Memory(30, SIZE)
     assert (store.load(named, into.addresses) == OK).all()
     assert (into.rows == memory.rows).all()
+    store.close()
+
+
+def test_every_chunk_to_be_stored_is_counted_once(tmp_path: Path) -> None:
+    store, memory, named = ChunkStore(options(tmp_path, num=10)), Memory(30, SIZE, seed=5), keys(30)
+    store.store(named[:4], memory.addresses[:4])
+    twice = np.array([0, 1, 4, 5, 5, 4])
+    assert (store.store(named[twice], memory.addresses[twice]) == OK).all()
+    assert (store.counts.stored, store.counts.known, store.counts.refused, store.counts.failed) == (6, 4, 0, 0)
+    statuses = store.store(named, memory.addresses)
+    assert (store.counts.stored, store.counts.known) == (6 + 10, 4)
+    assert store.counts.refused == (statuses == FULL).sum() == 20
+    store.close()
+
+
+def test_what_gave_way_is_told_where_the_journal_cannot_be_written(tmp_path: Path) -> None:
+    gone: list[bytes] = []
+    store = ChunkStore(options(tmp_path, num=4), lambda found: gone.extend(found.tolist()))
+    memory, named = Memory(8, SIZE, seed=5), keys(8)
+    store.store(named[:4], memory.addresses[:4])
+
+    def fail() -> None:
+        raise IoError(5, "no")
+
+    store._tier.flush_departures = fail  # type: ignore[method-assign]
+    store.store(named[4:], memory.addresses[4:])
+    assert sorted(gone) == sorted(named[:4].tolist())
     store.close()
 
 

@@ -12,12 +12,14 @@ import engines
 
 engines.use("vllm")
 
-from vllm.v1.kv_offload.base import LookupResult, ReqContext  # noqa: E402
+from vllm.v1.kv_offload.base import Locality, LookupResult, OffloadingKVEventsConfig, ReqContext  # noqa: E402
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob  # noqa: E402
 
-from kvtide.errors import IoError, UnsupportedError  # noqa: E402
+from kvtide.chunks import fold  # noqa: E402
+from kvtide.errors import ConfigError, IoError, UnsupportedError  # noqa: E402
 from kvtide.integrations import versions  # noqa: E402
 from kvtide.integrations.vllm import KvtideTier  # noqa: E402
+from kvtide.integrations.vllm.known import KnownChunks  # noqa: E402
 from kvtide.integrations.weights import digest_of_weights  # noqa: E402
 from kvtide.modelfiles import weights_digest  # noqa: E402
 
@@ -34,13 +36,14 @@ def spec(**changed: Any) -> Any:
         model=space(**{name: changed.get(name, value) for name, value in model.items()}),
         parallel=space(**{name: changed.get(name, value) for name, value in parallel.items()}),
         cache=space(tokens_per_hash=16),
-        groups=[space(tokens_per_block=16, layer_names=["layer 0"])],
+        groups=[space(tokens_per_block=16, layer_names=["layer 0"], group_id=group) for group in range(2)],
         kv_cache_layout=changed.get("layout", "LBHNC"),
         extra_config=changed.get("extra_config", {}),
         canonical_layout=False,
         replicated_layout=False,
     )
-    return space(config=config, blocks_per_chunk=1)
+    publishes = OffloadingKVEventsConfig(changed.get("publishes", False), self_describing_kv_events=False)
+    return space(config=config, blocks_per_chunk=1, kv_events_config=publishes)
 
 
 class Primary:
@@ -53,7 +56,8 @@ class Primary:
 
 
 def tier(directory: Path, primary: Primary, *, capacity: str = "1MiB", salt: str = "", **changed: Any) -> KvtideTier:
-    told = {name: changed.pop(name) for name in ("model_facts", "metrics_port") if name in changed}
+    own = ("model_facts", "metrics_port", "enable_kv_events", "locality")
+    told = {name: changed.pop(name) for name in own if name in changed}
     return KvtideTier(spec(**changed), primary.view, "KvtideTier", str(directory), capacity, salt, **told)
 
 
@@ -186,6 +190,76 @@ def test_a_load_tells_which_keys_arrived_and_forgets_corrupt_ones(tmp_path: Path
     one.submit_load(job(3, names(6)[5:], [5], is_promotion=True))
     assert (results(one)[3].success, results(one)) == (False, {})
     one.shutdown()
+
+
+def test_what_comes_and_goes_is_told_as_kv_events(tmp_path: Path) -> None:
+    primary = Primary(60, seed=3)
+    one = tier(tmp_path, primary, capacity="256KiB", publishes=True, enable_kv_events=True, locality="LOCAL")
+    named = names(59) + names(1, group=1)
+    one.submit_store(job(0, [named[59], *named[:4]], [59, 0, 1, 2, 3]))
+    one.submit_store(job(1, named[:2], [0, 1]))
+    one.drain_jobs()
+    (first,) = one.take_events()
+    assert (first.keys, first.medium, first.removed) == ([named[59], *named[:4]], one.medium, False)
+    assert (first.locality, first.ownership, first.removal_expected) == (Locality.LOCAL, "kvtide", True)
+    for row in range(4, 59):
+        one.submit_store(job(row, [named[row]], [row]))
+    one.drain_jobs()
+    there: set[bytes] = set(first.keys)
+    for event in one.take_events():
+        assert there.isdisjoint(event.keys) is not event.removed
+        (there.difference_update if event.removed else there.update)(event.keys)
+    assert there == {key for key in named if hits(one, [key]) == [True]}
+    assert 0 < len(there) < 60
+    assert not list(one.take_events())
+    one.shutdown()
+
+
+def test_events_that_nobody_takes_do_not_pile_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one = tier(tmp_path, Primary(), enable_kv_events=True)
+    assert "enable_kv_cache_events" in caplog.text
+    one.submit_store(job(1, names(4), [0, 1, 2, 3]))
+    assert results(one)[1].success
+    assert not list(one.take_events())
+    one.shutdown()
+    with pytest.raises(ConfigError, match="type one of LOCAL, REMOTE"):
+        tier(tmp_path, Primary(), locality="here")
+
+
+@pytest.mark.parametrize("cut", [lambda name: name, lambda name: name[:16] + name[32:]], ids=["sha256", "16 bytes"])
+def test_names_of_any_form_are_found_and_lost(tmp_path: Path, cut: Any) -> None:
+    named = [cut(name) for group in range(2) for name in names(30, group)]
+    one = tier(tmp_path, Primary(60, seed=3), capacity="256KiB", publishes=True, enable_kv_events=True)
+    for row in range(60):
+        one.submit_store(job(row, named[row : row + 1], [row]))
+        one.drain_jobs()
+    there = hits(one, named)
+    assert there == hits(one, named) == one._store.has(fold(named)).tolist()
+    assert 0 < sum(there) < 60
+    removed = [key for event in one.take_events() if event.removed for key in event.keys]
+    assert removed == [name for name, is_there in zip(named, there, strict=True) if not is_there]
+    one.shutdown()
+    again = tier(tmp_path, Primary(60), capacity="256KiB")
+    assert hits(again, named) == hits(again, named) == there
+    again.shutdown()
+
+
+def test_a_chunk_that_leaves_while_it_is_looked_up_is_not_found_for_ever() -> None:
+    (name,) = names(1)
+    known = KnownChunks([0], has_events=False)
+
+    class Leaving(set[bytes]):
+        def __contains__(self, key: object) -> bool:
+            is_there = super().__contains__(key)
+            if is_there:
+                self.discard(key)  # type: ignore[arg-type]
+                known.gone(fold([name]))
+            return is_there
+
+    known.start(Leaving())  # type: ignore[arg-type]
+    known._held.add(name[:32])  # type: ignore[attr-defined]
+    assert not known.find(name)
+    assert not known.names
 
 
 def test_a_failing_disk_ends_every_job_and_later_recovers(tmp_path: Path) -> None:

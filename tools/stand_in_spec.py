@@ -36,6 +36,7 @@ _TIER = (
     "submit_store",
     "submit_load",
     "get_finished_jobs",
+    "take_events",
     "touch",
     "on_new_request",
     "drain_jobs",
@@ -52,6 +53,9 @@ VLLM = Engine(
         "vllm.v1.kv_offload.base": Module(
             {
                 "Medium": (),
+                "Locality": (),
+                "OffloadingEvent": (),
+                "OffloadingKVEventsConfig": (),
                 "ReqContext": (),
                 "LookupResult": (),
                 "OffloadPolicy": (),
@@ -69,6 +73,9 @@ VLLM = Engine(
         ),
         "vllm.v1.kv_offload.tiering.base": Module({"TransferJob": (), "JobResult": (), "SecondaryTierManager": _TIER}),
         "vllm.v1.kv_offload.tiering.spec": Module({"TieringOffloadingSpec": ("get_worker",)}),
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": Module(
+            {"OffloadingConnector": ("__init__",)}
+        ),
         "vllm.distributed.kv_transfer.kv_connector.v1.metrics": Module({"KVConnectorStats": ()}),
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics": Module(
             {"OffloadingConnectorStats": ("increase_counter", "set_gauge", "is_empty")}
@@ -81,6 +88,7 @@ VLLM = Engine(
             "self._primary_kv_view, self._bp_detector = primary_kv_view, backpressure_detector\n"
             "self._block_size_bytes = primary_kv_view.strides[0]"
         ),
+        "OffloadingConnector.__init__": "self._vllm_config, self._role = vllm_config, role",
         "SecondaryTierManager.block_size_bytes": "return self._block_size_bytes",
         "OffloadingConnectorStats.increase_counter": (
             "self.data[counter_name] = self.data.get(counter_name, 0) + counter_increase_value"

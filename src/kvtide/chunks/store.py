@@ -23,7 +23,7 @@ from kvtide.chunks.bounce import Addresses, Bounce
 from kvtide.chunks.door import Door
 from kvtide.chunks.options import ChunkOptions
 from kvtide.chunks.pins import Pins
-from kvtide.chunks.records import ChunkCounts, records_of
+from kvtide.chunks.records import ChunkCounts, last_of, records_of
 from kvtide.chunks.transfer import LOAD, STORE, Kind, Move, Transfer, take_some, tell
 from kvtide.errors import IoError
 from kvtide.evict import Lru
@@ -309,38 +309,39 @@ class ChunkStore:
         return statuses
 
     def _store(self, keys: KeyArray, addresses: Addresses) -> Statuses:
-        statuses = np.full(len(keys), OK, np.uint8)
-        is_new = ~self._tier.lookup(keys)
-        place = {key: row for row, key in enumerate(keys.tolist())}  # of one key named twice, once is enough
-        is_last = np.zeros(len(keys), np.bool_)
-        is_last[list(place.values())] = True
-        rows = np.flatnonzero(is_new & is_last)
-        self.counts.known += len(keys) - len(rows)
-        self._lru.touch(self._tier.slots_of(keys[~is_new]))
+        slots, last = self._tier.slots_of(keys), last_of(keys)
+        is_new = slots < 0
+        self._lru.touch(slots[~is_new])
+        statuses = np.where(is_new, FULL, OK).astype(np.uint8)
+        rows = np.flatnonzero(is_new & (last == np.arange(len(keys))))  # of one key named twice, once is enough
         rows, refused = self._door.let_in(keys, rows)
         if len(refused):
             self._tier.note(records_of(keys[refused]), "refused")
-            self.counts.refused += len(refused)
-        statuses[is_new] = FULL
-        if not len(rows):
-            return statuses
-        self._make_room(len(rows))
-        at = addresses[rows]
+        num_stored = 0
+        if len(rows):
+            if self._make_room(len(rows)):  # some of those that were there may have given way
+                statuses[~is_new] = np.where(self._tier.lookup(keys[~is_new]), OK, FULL)
+            statuses[rows] = self._write(keys[rows], addresses[rows])
+            num_stored = int((statuses[rows] == OK).sum())
+        statuses = statuses[last]
+        self.counts.stored += num_stored
+        self.counts.known += int((statuses == OK).sum()) - num_stored
+        self.counts.refused += int((statuses == FULL).sum())
+        return statuses
+
+    def _write(self, keys: KeyArray, addresses: Addresses) -> Statuses:
+        """Write chunks that are not there. Shapes: [n], [n, P]; returns [n]."""
+        at = addresses
         if self._bounce.needed(at):
-            at = self._bounce.lend(len(rows))
-            self._bounce.fill(addresses[rows])
-        records = records_of(keys[rows])
+            at = self._bounce.lend(len(keys))
+            self._bounce.fill(addresses)
+        records = records_of(keys)
         wrote = self._tier.write(records, at, cause="demote")
-        statuses[rows] = wrote
-        statuses[is_new & ~is_last] = np.where(self._tier.lookup(keys[is_new & ~is_last]), OK, FAILED)
-        statuses[~is_new] = np.where(self._tier.lookup(keys[~is_new]), OK, FULL)  # some may have given way just now
         if (wrote != OK).any():
             self._tier.note(records.take(wrote == FULL), "full")
             self._tier.note(records.take(wrote == FAILED), "failed")
-        self._lru.admit(self._tier.slots_of(keys[rows[wrote == OK]]))
-        self.counts.refused += int((wrote != OK).sum())
-        self.counts.stored += int((wrote == OK).sum())
-        return statuses
+        self._lru.admit(self._tier.slots_of(keys[wrote == OK]))
+        return wrote
 
     # What stays
 
@@ -349,11 +350,11 @@ class ChunkStore:
             slots = self._tier.slots_of(self._touched.popleft())
             self._lru.touch(slots[slots >= 0])
 
-    def _make_room(self, num: int) -> None:
-        """Give up the chunks that were not used for the longest time and are not pinned, until `num` fit."""
+    def _make_room(self, num: int) -> int:
+        """Give up chunks that are not pinned, those used longest ago, until `num` fit; return how many."""
         num_free = self._tier.num_slots - self._tier.stats().num_groups
         if num <= num_free:
-            return
+            return 0
         with self._pins.lock:  # what is pinned from here on is found to be gone
             evictable = self._tier.table.used.copy()
             slots = self._tier.slots_of(self._pins.keys())
@@ -362,9 +363,10 @@ class ChunkStore:
             keys = self._tier.table.keys[victims].copy()
             self._lru.forget(victims)
             self._tier.unlist(keys, "evicted")
-        self._tier.flush_departures()  # waits for the drive, which `pin` must not
         self.counts.evicted += len(keys)
         self._tell_gone(keys)
+        self._tier.flush_departures()  # waits for the drive, which `pin` must not
+        return len(keys)
 
     def _forget(self, keys: KeyArray) -> None:
         slots = self._tier.slots_of(keys)

@@ -1,12 +1,14 @@
-"""The secondary tier that vLLM's tiering manager cascades chunks to and promotes them from. Next: cpu.
+"""The secondary tier that vLLM's tiering manager cascades chunks to and promotes them from. Next: known.
 
-vLLM calls everything here from its scheduler, so nothing waits: a look-up asks a dict, transfers run on the store's
+vLLM calls everything here from its scheduler, so nothing waits: a look-up asks a set, transfers run on the store's
 worker straight from and to the primary tier's memory, and results are collected when vLLM asks.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
+import logging
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,11 @@ import numpy as np
 import numpy.typing as npt
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
     Medium,
     OffloadingCounterMetadata,
+    OffloadingEvent,
     OffloadingGaugeMetadata,
     OffloadingMetricMetadata,
     OffloadKey,
@@ -26,10 +30,12 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvtide.chunks import LOAD, STORE, ChunkOptions, ChunkStore, Transfer, fold, fold_one
+from kvtide.chunks import LOAD, STORE, ChunkOptions, ChunkStore, Transfer, fold
 from kvtide.chunks.transfer import Kind
+from kvtide.errors import ConfigError
 from kvtide.integrations.options import CAPACITY
 from kvtide.integrations.vllm.facts import facts_of, revision_of
+from kvtide.integrations.vllm.known import KnownChunks
 from kvtide.integrations.weights import digest_of_weights
 from kvtide.io.ops import address_of
 from kvtide.metrics import recorder_for, serve_chunks
@@ -43,9 +49,10 @@ _COUNTERS = {
     "missed": "Chunks that were to be read and were not there, or not whole.",
     "failed": "Chunks the disk could not write or read.",
 }
-_FIRST_GROUP = bytes(4)
 _HIT, _MISS = LookupResult.HIT, LookupResult.MISS  # looked up once: the class of an enumeration is slow to ask
 _USED = "vllm:kvtide_used_bytes"
+_OWNER = "kvtide"
+_log = logging.getLogger("kvtide.vllm")
 
 
 class KvtideTier(SecondaryTierManager):
@@ -55,6 +62,8 @@ class KvtideTier(SecondaryTierManager):
     `model_facts` is any text that names what vLLM was told of the model and does not show here, such as --hf-overrides
     and --revision; `KvtideConnector` needs none.
     `metrics_port` is where kvtide's own metrics are served, as a port or `HOST:PORT`; None: nowhere.
+    `enable_kv_events` has vLLM publish what is stored here and what is given up, where it publishes KV events at all;
+    `locality`, LOCAL or REMOTE, is what they say of where `directory` lies, and what requests may choose tiers by.
 
     Raises: ConfigError, FormatError, IoError of `ChunkStore`: vLLM then does not start, and shows the message.
     """
@@ -73,10 +82,15 @@ class KvtideTier(SecondaryTierManager):
         model_facts: str = "",
         backpressure_detector: Any = None,
         locality: str | None = None,
+        enable_kv_events: bool = False,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        del locality  # what it would publish with events; this tier has none
+        self.locality = _locality(locality)
         config = offloading_spec.config
+        self._known = KnownChunks(
+            [group.group_id for group in config.groups], has_events=_has_events(offloading_spec, asked=enable_kv_events)
+        )
+        self._names = self._known.names
         recorder = recorder_for(metrics_port)
         self._store = ChunkStore(
             ChunkOptions(
@@ -87,19 +101,21 @@ class KvtideTier(SecondaryTierManager):
                 facts_of(offloading_spec, salt, model_facts),
                 digest_of_weights(config.model.name, revision_of(offloading_spec)),
             ),
+            self._known.gone,
             recorder=recorder,
         )
+        self._known.start(self._store.held)
         rank = getattr(config.parallel, "data_parallel_index", 0)
         self._endpoint = serve_chunks(self._store, metrics_port, integration="vllm", recorder=recorder, rank=rank)
-        self._held = self._store.held
         self._address = address_of(np.frombuffer(primary_kv_view, np.uint8))
         self._jobs: dict[Transfer, TransferJob] = {}
         self._done: collections.deque[Transfer] = collections.deque()
         self._told = dict.fromkeys(_COUNTERS, 0)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        folded = key[:32] if key[32:] == _FIRST_GROUP else fold_one(key)  # asked for every chunk of every request
-        return _HIT if folded in self._held else _MISS
+        if key in self._names:  # asked for every chunk of every request
+            return _HIT
+        return _HIT if self._known.find(key) else _MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._submit(STORE, job_metadata)
@@ -113,6 +129,17 @@ class KvtideTier(SecondaryTierManager):
             transfer = self._done.popleft()
             results.append(self._result(self._jobs.pop(transfer), transfer))
         return results
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        for names, is_removed in self._known.take_events():
+            yield OffloadingEvent(
+                keys=[OffloadKey(name) for name in names],
+                medium=self.medium,
+                removed=is_removed,
+                locality=self.locality,
+                ownership=_OWNER,
+                removal_expected=not is_removed,
+            )
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -148,9 +175,21 @@ class KvtideTier(SecondaryTierManager):
     def _submit(self, kind: Kind, job: TransferJob) -> None:
         rows = np.asarray(job.chunk_ids, np.uint64)
         addresses: npt.NDArray[np.uint64] = np.uint64(self._address) + rows * np.uint64(self.block_size_bytes)
-        transfer = Transfer(kind, fold(list(job.keys)), addresses, self._done.append)
+        transfer = Transfer(kind, fold(list(job.keys)), addresses, self._ended)
         self._jobs[transfer] = job  # before it can end
         self._store.submit(transfer)
+
+    def _ended(self, transfer: Transfer) -> None:
+        """Note what came or went, on the store's worker."""
+        try:
+            there = self._store.has(transfer.keys)
+            if transfer.kind == STORE:
+                names = list(itertools.compress(self._jobs[transfer].keys, there.tolist()))
+                self._known.stored(transfer.keys[there], names)
+            elif not there.all():
+                self._known.gone(transfer.keys[~there])
+        finally:
+            self._done.append(transfer)
 
     def _result(self, job: TransferJob, transfer: Transfer) -> JobResult:
         good = transfer.statuses == OK
@@ -164,6 +203,29 @@ class KvtideTier(SecondaryTierManager):
             transfer_time=(transfer.ended_ns - transfer.began_ns) / 1e9,
             transfer_bytes=int(good.sum()) * self.block_size_bytes,
         )
+
+
+def _locality(told: str | None) -> Locality | None:
+    if told is None:
+        return None
+    try:
+        return Locality(told)
+    except ValueError:
+        raise ConfigError(
+            f'"locality" of the tier is {told!r}; type one of {", ".join(one.value for one in Locality)}'
+        ) from None
+
+
+def _has_events(spec: Any, *, asked: bool) -> bool:
+    """Say whether vLLM will take events: those it does not take would pile up."""
+    config = getattr(spec, "kv_events_config", None)
+    taken = bool(config is not None and config.enable_kv_cache_events)
+    if asked and not taken:
+        _log.warning(
+            'kvtide: "enable_kv_events" is set, but vLLM publishes none: set "enable_kv_cache_events" in its '
+            "--kv-events-config"
+        )
+    return asked and taken
 
 
 def _metric(name: str) -> str:

@@ -17,6 +17,27 @@ class Medium(Enum):
     STORAGE = 'STORAGE'
 
 
+class Locality(Enum):
+    LOCAL = 'LOCAL'
+    REMOTE = 'REMOTE'
+
+
+@dataclass
+class OffloadingEvent:
+    keys: list[OffloadKey]
+    medium: Medium
+    removed: bool
+    locality: Locality | None = None
+    ownership: str | None = None
+    removal_expected: bool = False
+
+
+@dataclass(frozen=True)
+class OffloadingKVEventsConfig:
+    enable_kv_cache_events: bool
+    self_describing_kv_events: bool
+
+
 @dataclass
 class ReqContext:
     req_id: str

@@ -53,6 +53,8 @@ class SecondaryTierManager(ABC):
     @abstractmethod
     def get_finished_jobs(self) -> Iterable[JobResult]:
         raise NotImplementedError
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        raise NotImplementedError
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext):
         raise NotImplementedError
     @abstractmethod
