@@ -21,11 +21,11 @@ from kvtide.errors import ConfigError, FormatError, IoError
 from kvtide.io.opening import open_engine
 from kvtide.io.ops import PAGE_BYTES, Engine
 from kvtide.spec import Identity, SlotLayout
+from kvtide.tiers.checkpoint import adopt_checkpoint, read_checkpoint
 from kvtide.tiers.file import FileTier
 from kvtide.tiers.namespace import (
     DIGEST_CHARS,
     MARKER,
-    adopt_checkpoint,
     check_root,
     open_data,
     read_identity,
@@ -202,7 +202,7 @@ def looking_at(path: Path, identity: Identity) -> Iterator[Seen]:
         num_slots = _num_slots(fd, file, engine, layout, digest)
         tier = FileTier(engine, fd, layout, digest, num_slots)
         checkpoint = path / "checkpoint.kvt"
-        was_clean = checkpoint.exists() and adopt_checkpoint(checkpoint.read_bytes(), tier, layout, digest)
+        was_clean = adopt_checkpoint(read_checkpoint(checkpoint, tier), tier, layout, digest)
         if not was_clean:
             tier.scan()
         yield Seen(tier, engine, fd, digest, is_direct, was_clean, _cut_short(fd, file, tier))
@@ -250,8 +250,6 @@ def drop_namespace(
     paths = find_namespaces(root, digest)
     marker = root / MARKER
     try:
-        if marker.is_symlink():
-            raise ConfigError(f"{marker} is a link, so it is not ours; remove it by hand")
         for path in paths:
             _check_only_ours(path)
         with ExitStack() as stack:

@@ -58,11 +58,18 @@ class RemoteTier:
         *,
         name: str = "remote",
         now_ns: Callable[[], int] = time.monotonic_ns,
+        seal: Seal | None = None,
     ) -> None:
         """Make a tier; `connect` is called when something is first asked of it, and may raise RemoteDown.
 
-        Raises: ConfigError for a level zstd does not have; UnsupportedError without the package for it.
+        `seal` encrypts what is put there, and is needed for a layout of encrypted slots.
+        Raises: ConfigError for a level zstd does not have, and for any with encryption; UnsupportedError without the
+        package for it.
         """
+        assert (seal is not None) == layout.is_sealed, "a key and room for what proves encrypted pieces go together"
+        if seal is not None and options.zstd_level:
+            raise ConfigError("encrypted KV does not become smaller: leave out zstd of --remote, or --key-file")
+        self._sealed = SealedPieces(seal, self._envelope) if seal is not None else None
         self.layout, self.name = layout, name
         self.breaker = Breaker(name, now_ns, rest_ns=options.rest_ns)
         self._connect = connect

@@ -15,11 +15,12 @@ import numpy.typing as npt
 from kvtide.errors import ConfigError, FormatError
 from kvtide.io.ops import address_of, aligned_buffer
 from kvtide.spec import Identity
+from kvtide.tiers.checkpoint import write_checkpoint
 from kvtide.tiers.contract import CORRUPT, FAILED, READ_REQUEST
 from kvtide.tiers.departures import DEPARTURES, Departures
 from kvtide.tiers.file import FileTier
 from kvtide.tiers.inspect import Seen, check_entries, looking_at, problem_of
-from kvtide.tiers.namespace import read_identity, write_checkpoint
+from kvtide.tiers.namespace import read_identity
 
 VERIFY_BYTES = 32 << 20  # memory of a verification, and bytes in flight: many times what keeps a drive busy
 
