@@ -28,7 +28,7 @@ import xxhash
 from kvtide.blocks import KEY, KeyArray
 from kvtide.spec import SlotLayout
 from kvtide.spec.layout import SEAL_BYTES
-from kvtide.tiers.contract import CORRUPT, MISSING, OK, GroupRecords, Statuses
+from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK, GroupRecords, Statuses
 
 MAGIC = b"KVTREM\0\0"
 FORMAT_VERSION = 1
@@ -82,7 +82,11 @@ class Envelope:
                 ("block_keys", KEY, (layout.group_blocks,)),
                 ("checksums", "<u8", (self.num_pieces,)),
                 ("stored_bytes", "<u4", (self.num_pieces,)),
-                *([("sequence", "<u8"), ("seal", "u1", (SEAL_BYTES * (1 + self.num_pieces),))] if layout.is_sealed else []),
+                *(
+                    [("sequence", "<u8"), ("seal", "u1", (SEAL_BYTES * (1 + self.num_pieces),))]
+                    if layout.is_sealed
+                    else []
+                ),
             ]
         )
 
@@ -198,3 +202,9 @@ def checksums_at(addresses: Iterable[int], lengths: Iterable[int], num: int) -> 
         (ctypes.c_uint8 * length).from_address(address) for address, length in zip(addresses, lengths, strict=True)
     )
     return np.fromiter(map(xxhash.xxh3_64_intdigest, views), np.uint64, num)
+
+
+def worst(statuses: npt.NDArray[np.uint8]) -> Statuses:
+    """Return of each row: FAILED if anything failed, else FULL if something found no room, else OK."""
+    failed, full = (statuses == FAILED).any(axis=1), (statuses == FULL).any(axis=1)
+    return np.where(failed, FAILED, np.where(full, FULL, OK)).astype(np.uint8)
