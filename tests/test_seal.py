@@ -13,8 +13,9 @@ import pytest
 from kvhelp import small_identity
 from kvtide import ConfigError
 from kvtide.blocks import KEY
+from kvtide.chunks import ChunkOptions, ChunkStore
 from kvtide.errors import UnsupportedError
-from kvtide.io.ops import PAGE_BYTES
+from kvtide.io.ops import PAGE_BYTES, address_of, aligned_buffer
 from kvtide.spec import Dtype, Identity, KVShape, LayerShape, SlotLayout
 from kvtide.tiers.contract import CORRUPT, MISSING, OK
 from kvtide.tiers.inspect import list_namespaces
@@ -215,3 +216,22 @@ def test_values_of_a_remote_are_encrypted_and_come_back_elsewhere():
 def test_encrypted_values_are_not_compressed():
     with pytest.raises(ConfigError, match="zstd"):
         RemoteTier(DictClient, LAYOUT, bytes(32), RemoteOptions(zstd_level=3), seal=seal_for(identity(), MASTER))
+
+
+# Chunks of engines
+
+
+def test_chunks_of_engines_are_encrypted(tmp_path):
+    made = ChunkOptions(tmp_path, 1 << 20, 6000, "model", piece_bytes=(2000, 4000), master=MASTER)
+    source, keys = aligned_buffer(8192), np.frombuffer(KEYS[0], KEY)
+    source[:6000] = np.frombuffer(os.urandom(6000), np.uint8)
+    addresses = np.array([[address_of(source), address_of(source) + 2000]], np.uint64)
+    store = ChunkStore(made)
+    assert store.store(keys, addresses).tolist() == [OK]
+    store.close()
+    assert source[:32].tobytes() not in all_bytes(tmp_path)
+    again, wanted = ChunkStore(made), source.copy()
+    source[:] = 0
+    assert again.load(keys, addresses).tolist() == [OK]
+    np.testing.assert_array_equal(source[:6000], wanted[:6000])
+    again.close()

@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvtide.chunks import LOAD, STORE, ChunkOptions, ChunkStore, Transfer, fold, fold_one
 from kvtide.chunks.transfer import Kind
-from kvtide.integrations.options import CAPACITY
+from kvtide.integrations.options import CAPACITY, master_in
 from kvtide.integrations.vllm.facts import facts_of, revision_of
 from kvtide.integrations.weights import digest_of_weights
 from kvtide.io.ops import address_of
@@ -54,7 +54,8 @@ class KvtideTier(SecondaryTierManager):
     `capacity` bounds the file, as bytes or `64GiB`. `salt` parts tenants that share a directory.
     `model_facts` is any text that names what vLLM was told of the model and does not show here, such as --hf-overrides
     and --revision; `KvtideConnector` needs none.
-    `metrics_port` is where kvtide's own metrics are served, as a port or `HOST:PORT`; None: nowhere.
+    `metrics_port` is where kvtide's own metrics are served, as a port or `HOST:PORT`; None: nowhere. `key_file` has the
+    key that chunks are encrypted with on disk; None: they are not.
 
     Raises: ConfigError, FormatError, IoError of `ChunkStore`: vLLM then does not start, and shows the message.
     """
@@ -71,6 +72,7 @@ class KvtideTier(SecondaryTierManager):
         salt: str = "",
         metrics_port: str | int | None = None,
         model_facts: str = "",
+        key_file: str | None = None,
         backpressure_detector: Any = None,
         locality: str | None = None,
     ) -> None:
@@ -86,6 +88,7 @@ class KvtideTier(SecondaryTierManager):
                 config.model.name[:256],
                 facts_of(offloading_spec, salt, model_facts),
                 digest_of_weights(config.model.name, revision_of(offloading_spec)),
+                master=master_in(key_file),
             ),
             recorder=recorder,
         )
