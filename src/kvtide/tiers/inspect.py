@@ -50,7 +50,6 @@ OUR_FILES = (
 )
 _NAME = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
 _PREFIX = re.compile(rf"[0-9a-f]{{1,{DIGEST_CHARS}}}")
-_FILE_BYTES_MAX = 1 << 63  # off_t is signed
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +216,12 @@ def _num_slots(fd: int, file: Path, engine: Engine, layout: SlotLayout, digest: 
     stated = (int(row["header_bytes"]), int(row["slot_bytes"]), row["identity"].tobytes())
     if stated != (layout.header_bytes, layout.slot_bytes, digest):
         raise FormatError(f"{file}: made for another identity or geometry; type `kvtide store drop` to remove it")
-    num_slots = int(row["num_slots"])
-    if not 1 <= num_slots < _FILE_BYTES_MAX // layout.slot_bytes:
-        raise FormatError(f"{file}: expected slots that fit a file, found {num_slots}; type `kvtide store drop`")
+    num_slots, room = int(row["num_slots"]), os.fstatvfs(fd)
+    num_max = room.f_blocks * room.f_frsize or os.fstat(fd).st_size  # some file systems do not tell
+    if not 1 <= num_slots <= num_max // layout.slot_bytes:  # before a row is kept for each
+        raise FormatError(
+            f"{file}: expected slots that fit the file system, found {num_slots}; type `kvtide store drop` to remove it"
+        )
     return num_slots
 
 

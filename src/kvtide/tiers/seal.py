@@ -138,7 +138,7 @@ class Seal:
 
         Shapes: records, sequences, places, seals [n, ...]; rows (of those), parts, addresses, lengths [r]; returns [r].
         """
-        tags = seals.reshape(len(seals), -1, SEAL_BYTES)
+        tags = seals.reshape(len(seals), seals.shape[1] // SEAL_BYTES, SEAL_BYTES)
         about = self._about(records, sequences, places)
         keys = self._keys(records, sequences, [row[0].tobytes() for row in tags])
         good = np.zeros(len(rows), np.bool_)

@@ -73,6 +73,11 @@ def verify_namespace(
 def _verify(path: Path, identity: Identity, on_progress: Callable[[int, int], None], memory_bytes: int) -> VerifyReport:
     # The buffer is made before the engine is opened and dies after it was closed: reads may be in flight until then.
     largest = max(identity.slot().fragment_padded_bytes)
+    if largest > (found := (path / "data.kvt").lstat().st_size):
+        raise FormatError(
+            f"{path / 'identity.json'} tells of fragments of {largest} bytes, but all of data.kvt has {found}; "
+            f"type `kvtide store drop` to remove it"
+        )
     buffer = aligned_buffer(max(memory_bytes, largest))
     with looking_at(path, identity) as seen:
         tier = seen.tier
