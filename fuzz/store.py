@@ -18,7 +18,7 @@ with atheris.instrument_imports(include=["kvtide.tiers", "kvtide.spec"]):
     from hostile import FILES, HostileStore
 
 EDITS_MAX, EDIT_BYTES_MAX = 8, 64
-STORES = [HostileStore(is_sealed=bool(kind & 1), is_clean=not kind & 2) for kind in range(4)]
+STORES = [HostileStore(is_encrypted=bool(kind & 1), is_clean=not kind & 2) for kind in range(4)]
 
 
 def one(data: bytes) -> None:

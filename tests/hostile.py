@@ -20,13 +20,13 @@ from kvhelp import small_identity
 from kvtide.errors import KvtideError
 from kvtide.io.ops import PAGE_BYTES
 from kvtide.spec import Dtype, KVShape, LayerShape, SlotLayout
+from kvtide.tiers.cipher import MasterKey
 from kvtide.tiers.contract import CORRUPT, FAILED, MISSING, OK
 from kvtide.tiers.departures import RECORD, _checksums
 from kvtide.tiers.glance import glance
 from kvtide.tiers.header import HeaderCodec
 from kvtide.tiers.inspect import list_namespaces
 from kvtide.tiers.namespace import open_namespace
-from kvtide.tiers.seal import MasterKey
 from kvtide.tiers.verify import verify_namespace
 from kvtide.tiers.why import why_key
 from simkv import Groups, group_key
@@ -42,12 +42,12 @@ FILES = ("data.kvt", "checkpoint.kvt", "departures.kvt", "identity.json", "pace.
 class HostileStore:
     """A cleanly closed namespace of three groups and a departure, put on disk anew for every damage."""
 
-    def __init__(self, *, is_sealed: bool, is_clean: bool = True) -> None:
-        self.is_sealed, self.master = is_sealed, MASTER if is_sealed else None
-        self.layout = SlotLayout(_SHAPE, 4, 2, is_sealed=is_sealed)
+    def __init__(self, *, is_encrypted: bool, is_clean: bool = True) -> None:
+        self.is_encrypted, self.master = is_encrypted, MASTER if is_encrypted else None
+        self.layout = SlotLayout(_SHAPE, 4, 2, is_encrypted=is_encrypted)
         self.groups = Groups(self.layout)
         plain = replace(small_identity(self.layout), layers=((0, 256, 256, 2, 0),))
-        self.identity = replace(plain, encryption=MASTER.name) if is_sealed else plain
+        self.identity = replace(plain, encryption=MASTER.name) if is_encrypted else plain
         self.codec = HeaderCodec(self.layout, self.identity.digest())
         with tempfile.TemporaryDirectory(prefix="kvtide-hostile-") as folder:
             opened = self.open(Path(folder) / "s")
@@ -103,7 +103,7 @@ class HostileStore:
             self._look(root)
             shutil.rmtree(root)
             self._put(root, self.forged(files) if is_forged else files)
-            self._use(root, must_be_right=self.is_sealed or not is_forged)
+            self._use(root, must_be_right=self.is_encrypted or not is_forged)
             grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
             assert grown < MEMORY_BYTES_MAX, f"{grown} bytes were held for a store of {sum(map(len, files.values()))}"
 

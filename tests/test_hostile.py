@@ -16,7 +16,7 @@ from kvtide.io.ops import PAGE_BYTES
 from kvtide.tiers.checkpoint import _HEAD
 from kvtide.tiers.departures import RECORD
 from kvtide.tiers.envelope import HEADER, HEADER_BYTES
-from kvtide.tiers.namespace import _SUPER, seal_for
+from kvtide.tiers.namespace import _SUPER, cipher_for
 from kvtide.tiers.remote import RemoteTier
 from test_remote_faults import DictClient
 
@@ -25,8 +25,8 @@ QUICK = settings(max_examples=25, deadline=None, suppress_health_check=list(Heal
 
 
 @functools.cache
-def store(*, is_sealed: bool, is_clean: bool = True) -> HostileStore:
-    return HostileStore(is_sealed=is_sealed, is_clean=is_clean)
+def store(*, is_encrypted: bool, is_clean: bool = True) -> HostileStore:
+    return HostileStore(is_encrypted=is_encrypted, is_clean=is_clean)
 
 
 def put(content: bytes, at: int, new: bytes) -> bytes:
@@ -51,11 +51,11 @@ def fields_of(one: HostileStore):
         yield "departures.kvt", RECORD.fields[name][1], RECORD.fields[name][0].itemsize
 
 
-@pytest.mark.parametrize(("is_sealed", "is_forged"), [(False, False), (False, True), (True, True)])
-def test_every_field_of_every_file(is_sealed, is_forged):
+@pytest.mark.parametrize(("is_encrypted", "is_forged"), [(False, False), (False, True), (True, True)])
+def test_every_field_of_every_file(is_encrypted, is_forged):
     rng = np.random.default_rng(5)
-    for file, at, size in fields_of(store(is_sealed=is_sealed)):
-        one = store(is_sealed=is_sealed, is_clean=file != "data.kvt")
+    for file, at, size in fields_of(store(is_encrypted=is_encrypted)):
+        one = store(is_encrypted=is_encrypted, is_clean=file != "data.kvt")
         number = NUMBERS[int(rng.integers(len(NUMBERS)))]
         new = (number % (1 << 8 * min(size, 8))).to_bytes(min(size, 8), "little")
         one.check(one.files | {file: put(one.files[file], at, new)}, is_forged=is_forged)
@@ -64,7 +64,7 @@ def test_every_field_of_every_file(is_sealed, is_forged):
 @QUICK
 @given(st.data())
 def test_any_damage_to_any_file(data):
-    one = store(is_sealed=data.draw(st.booleans()), is_clean=data.draw(st.booleans()))
+    one = store(is_encrypted=data.draw(st.booleans()), is_clean=data.draw(st.booleans()))
     files = dict(one.files)
     for _ in range(data.draw(st.integers(1, 3))):
         name = data.draw(st.sampled_from(FILES))
@@ -103,14 +103,14 @@ def test_any_damage_to_any_file(data):
 )
 def test_identities_that_promise_the_impossible(change):
     """Told under the namespace's own name, and under the name that the lie itself has."""
-    one = store(is_sealed=False)
+    one = store(is_encrypted=False)
     told = json.loads(one.files["identity.json"]) | change
     one.check(one.files | {"identity.json": json.dumps(told).encode()}, is_forged=True)
     try:
         lie = type(one.identity).from_json(json.dumps(told))
     except KvtideError:
         return
-    twin = HostileStore(is_sealed=False)
+    twin = HostileStore(is_encrypted=False)
     twin.name = lie.digest().hex()[:32]
     row = np.frombuffer(one.files["data.kvt"][: _SUPER.itemsize], _SUPER).copy()
     row["header_bytes"], row["slot_bytes"] = lie.slot().header_bytes, min(lie.slot().slot_bytes, 2**63)
@@ -120,7 +120,7 @@ def test_identities_that_promise_the_impossible(change):
 
 
 def test_a_superblock_of_more_slots_than_the_disk_has():
-    one = store(is_sealed=False, is_clean=False)
+    one = store(is_encrypted=False, is_clean=False)
     at = _SUPER.fields["num_slots"][1]
     for number in (1 << 40, 1 << 50, 2**63 - 1):
         one.check(
@@ -134,11 +134,13 @@ def test_a_superblock_of_more_slots_than_the_disk_has():
 @QUICK
 @given(st.data())
 def test_any_value_of_a_remote(data):
-    is_sealed = data.draw(st.booleans())
-    one, client = store(is_sealed=is_sealed), DictClient()
+    is_encrypted = data.draw(st.booleans())
+    one, client = store(is_encrypted=is_encrypted), DictClient()
 
     def tier():
-        return RemoteTier(lambda: client, one.layout, one.identity.digest(), seal=seal_for(one.identity, one.master))
+        return RemoteTier(
+            lambda: client, one.layout, one.identity.digest(), cipher=cipher_for(one.identity, one.master)
+        )
 
     key = b"k" * 32
     assert one.groups.write(tier(), [key], [0]) == [0]
@@ -151,10 +153,10 @@ def test_any_value_of_a_remote(data):
             new = data.draw(st.sampled_from(NUMBERS)).to_bytes(8, "little")[: kind.itemsize]
             content = put(content, at, new)
         elif how == "bytes":
-            at = data.draw(st.integers(0, min(len(content) - 1, HEADER_BYTES + 256)))
+            at = data.draw(st.integers(0, min(max(0, len(content) - 1), HEADER_BYTES + 256)))
             content = put(content, at, data.draw(st.binary(min_size=1, max_size=8)))[: len(content)]
         elif how == "cut":
-            content = content[: data.draw(st.integers(0, len(content) - 1))]
+            content = content[: data.draw(st.integers(0, max(0, len(content) - 1)))]
         elif how == "longer":
             content += bytes(data.draw(st.integers(1, 4096)))
         else:

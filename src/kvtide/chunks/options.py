@@ -17,7 +17,7 @@ from pathlib import Path
 from kvtide.errors import ConfigError
 from kvtide.io.ops import PAGE_BYTES
 from kvtide.spec import Dtype, Identity, KVShape, LayerShape, Layout, SlotLayout
-from kvtide.tiers.seal import MasterKey
+from kvtide.tiers.cipher import MasterKey
 from kvtide.units import format_bytes
 
 _CHUNK_BYTES_MAX = 1 << 30
@@ -87,4 +87,4 @@ class ChunkOptions:
         fragments = pieces if not any(size % PAGE_BYTES for size in pieces) else (self.chunk_bytes,)
         layers = tuple(LayerShape(size, 0, 1) for size in fragments)
         shape = KVShape(Dtype.FP8_E4M3, layers, tuple(range(len(layers))))
-        return SlotLayout(shape, block_tokens=1, group_blocks=1, is_sealed=self.master is not None)
+        return SlotLayout(shape, block_tokens=1, group_blocks=1, is_encrypted=self.master is not None)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtide.errors import ConfigError
-from kvtide.tiers.seal import MasterKey
+from kvtide.tiers.cipher import MasterKey
 
 CAPACITY = "16GiB"
 

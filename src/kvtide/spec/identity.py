@@ -174,7 +174,7 @@ class Identity:
         Raises: ConfigError if its layers cannot be cut as it says.
         """
         return SlotLayout(
-            self.shape(), self.block_tokens, self.group_blocks, self.split, is_sealed=bool(self.encryption)
+            self.shape(), self.block_tokens, self.group_blocks, self.split, is_encrypted=bool(self.encryption)
         )
 
     @classmethod

@@ -26,10 +26,10 @@ from kvtide.blocks import KeyArray
 from kvtide.io.ops import READ, WRITE, Engine, address_of, aligned_buffer
 from kvtide.io.schedule import Merged
 from kvtide.spec import SlotLayout
+from kvtide.tiers.cipher import Cipher
 from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK, Cause, GroupRecords, Reason, Statuses, TierStats
 from kvtide.tiers.departures import Departures
 from kvtide.tiers.header import Decoded, HeaderCodec
-from kvtide.tiers.seal import Seal
 from kvtide.tiers.slotio import SlotIo
 from kvtide.tiers.slots import SlotTable
 from kvtide.trace.record import Recorder
@@ -38,14 +38,14 @@ SCAN_SLOTS = 512  # headers read at once when opening
 PORTION_BYTES = 8 << 20  # written at once where slots are packed: several operations of the largest size
 
 Written = tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64], npt.NDArray[np.uint8]]
-"""Which slots are whole, and of each the checksums of its fragments and its seal."""
+"""Which slots are whole, and of each the checksums of its fragments and its proof."""
 
 
 class FileTier:
     """A `Tier` over one open file.
 
     Fragments that lie up to `gap_bytes_max` bytes apart are read together, over what lies between them. `is_packed`:
-    see the theory above. `departures` is where it notes why a group is not there. `seal` encrypts what is written; a
+    see the theory above. `departures` is where it notes why a group is not there. `cipher` encrypts what is written; a
     tier of encrypted slots without one can tell which are whole, but not read them.
     Threads: one at a time.
     """
@@ -62,10 +62,11 @@ class FileTier:
         gap_bytes_max: int = 0,
         is_packed: bool = False,
         departures: Departures | None = None,
-        seal: Seal | None = None,
+        cipher: Cipher | None = None,
     ) -> None:
-        assert seal is None or layout.is_sealed, "slots without room for what proves encrypted fragments"
-        self._departures, self._seal, self.fd = departures, seal, fd
+        assert cipher is None or layout.is_encrypted, "slots without room for what proves encrypted fragments"
+        self._departures, self._cipher, self.fd = departures, cipher, fd
+        self._memory = aligned_buffer(0 if cipher is None else max(PORTION_BYTES, layout.slot_bytes))
         self._write_slots = self._write_packed if is_packed else self._write_in_steps
         self.layout, self.num_slots, self.table = layout, num_slots, SlotTable.empty(num_slots, layout)
         self._gap_bytes_max = gap_bytes_max
@@ -99,7 +100,7 @@ class FileTier:
         """Take over the `kept` of slots that a former owner filled; of two with one key the later one wins."""
         slots, records = slots[kept], decoded.records.take(kept)
         sequences, checksums = decoded.sequences[kept], decoded.checksums[kept]
-        self.table.fill(slots, records, sequences, checksums, decoded.seals[kept])
+        self.table.fill(slots, records, sequences, checksums, decoded.proofs[kept])
         for index in np.argsort(sequences, kind="stable").tolist():
             key, slot = records.keys[index].tobytes(), int(slots[index])
             rival = self._slot_of.get(key)
@@ -114,8 +115,8 @@ class FileTier:
         slots = np.flatnonzero(self.table.used)
         pages = np.zeros((len(slots), self.layout.header_bytes), np.uint8)
         table = self.table
-        numbers, checksums, seals = table.sequences[slots], table.checksums[slots], table.seals[slots]
-        self._codec.encode(table.records(slots), numbers, checksums, pages, seals)
+        numbers, checksums, proofs = table.sequences[slots], table.checksums[slots], table.proofs[slots]
+        self._codec.encode(table.records(slots), numbers, checksums, pages, proofs)
         return slots, pages
 
     def inventory(self) -> GroupRecords:
@@ -172,7 +173,7 @@ class FileTier:
         self._stats.num_full += len(records) - num
         if not num:
             return statuses
-        step = num if self._seal is None else max(1, PORTION_BYTES // self.layout.slot_bytes)  # bounds what is copied
+        step = num if self._cipher is None else max(1, PORTION_BYTES // self.layout.slot_bytes)  # bounds what is copied
         for first in range(0, num, step):
             rows = slice(first, min(num, first + step))
             statuses[rows] = self._write(slots[rows], records.take(rows), addresses[rows], cause)
@@ -184,11 +185,11 @@ class FileTier:
     ) -> Statuses:
         """Write groups into `slots`, and note those that are whole."""
         sequences = self._next_sequences(len(slots))
-        good, checksums, seals = self._write_slots(slots, records, sequences, addresses, cause)
+        good, checksums, proofs = self._write_slots(slots, records, sequences, addresses, cause)
         self._stats.num_failed += int((~good).sum())
         self._free[slots[~good]] = True
         rows = np.flatnonzero(good)
-        self.table.fill(slots[rows], records.take(rows), sequences[rows], checksums[rows], seals[rows])
+        self.table.fill(slots[rows], records.take(rows), sequences[rows], checksums[rows], proofs[rows])
         for key, slot in zip(records.keys[rows].tolist(), slots[rows].tolist(), strict=True):
             self._own(key, slot)
         return np.where(good, OK, FAILED).astype(np.uint8)
@@ -267,22 +268,21 @@ class FileTier:
 
     # Bytes
 
-    def _sealed(
+    def _encrypted(
         self,
         slots: npt.NDArray[np.int64],
         records: GroupRecords,
         sequences: npt.NDArray[np.uint64],
         addresses: npt.NDArray[np.uint64],
-    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8], npt.NDArray[np.uint8] | None]:
-        """Return where what goes to the file lies, the seals, and memory that must live until it went there."""
-        if self._seal is None:
-            return addresses, np.zeros((len(slots), self.layout.seal_bytes), np.uint8), None
+    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8]]:
+        """Return where what goes to the file lies, until this is called again, and the proofs."""
+        if self._cipher is None:
+            return addresses, np.zeros((len(slots), self.layout.proof_bytes), np.uint8)
         lengths = np.array(self.layout.fragment_padded_bytes)
-        memory = aligned_buffer(len(slots) * int(lengths.sum()))
         sizes = np.broadcast_to(lengths, addresses.shape)
-        targets = (address_of(memory) + np.cumsum(sizes).reshape(sizes.shape) - sizes).astype(np.uint64)
+        targets = (address_of(self._memory) + np.cumsum(sizes).reshape(sizes.shape) - sizes).astype(np.uint64)
         parts = np.arange(len(lengths))
-        return targets, self._seal.encrypt(records, sequences, slots, parts, addresses, targets, sizes), memory
+        return targets, self._cipher.encrypt(records, sequences, slots, parts, addresses, targets, sizes)
 
     def _write_packed(
         self,
@@ -294,7 +294,7 @@ class FileTier:
     ) -> Written:
         """Write headers and fragments at once, in portions: one is hashed while the drive has the one before."""
         num, num_fragments = addresses.shape
-        addresses, seals, _memory = self._sealed(slots, records, sequences, addresses)
+        addresses, proofs = self._encrypted(slots, records, sequences, addresses)
         checksums, good = np.empty((num, num_fragments), np.uint64), np.zeros(num, np.bool_)
         pages = aligned_buffer(num * self.layout.header_bytes).reshape(num, self.layout.header_bytes)
         self.table.has_header[slots] = True  # even a failed write may have landed
@@ -305,7 +305,7 @@ class FileTier:
             fragments = np.tile(np.arange(num_fragments), rows.stop - first)
             at = addresses[rows].ravel()
             checksums[rows] = self._io.checksums(fragments, at).reshape(-1, num_fragments)
-            self._codec.encode(records.take(rows), sequences[rows], checksums[rows], pages[rows], seals[rows])
+            self._codec.encode(records.take(rows), sequences[rows], checksums[rows], pages[rows], proofs[rows])
             parts = self._io.fragment_ops(np.repeat(slots[rows], num_fragments), fragments, at, WRITE)
             batch = np.concatenate([self._io.header_ops(slots[rows], pages[rows], WRITE), parts])
             begun.append((rows, self._io.begin(batch)))
@@ -313,7 +313,7 @@ class FileTier:
                 self._end_packed(*begun.pop(0), slots, good, cause)
         for rows, merged in begun:
             self._end_packed(rows, merged, slots, good, cause)
-        return good, checksums, seals
+        return good, checksums, proofs
 
     def _end_packed(
         self, rows: slice, merged: Merged, slots: npt.NDArray[np.int64], good: npt.NDArray[np.bool_], cause: Cause
@@ -334,7 +334,7 @@ class FileTier:
     ) -> Written:
         """Write in the three steps of the theory."""
         num, num_fragments = addresses.shape
-        addresses, seals, _memory = self._sealed(slots, records, sequences, addresses)
+        addresses, proofs = self._encrypted(slots, records, sequences, addresses)
         pages = aligned_buffer(num * self.layout.header_bytes).reshape(num, self.layout.header_bytes)
         good = np.ones(num, np.bool_)
         stale = np.flatnonzero(self.table.has_header[slots])
@@ -350,12 +350,12 @@ class FileTier:
         checksums = hashed.reshape(num, num_fragments)
         done = self._io.all_done(merged, cause, np.repeat(slots[rows], num_fragments), wanted)
         good[rows] = done.reshape(len(rows), num_fragments).all(axis=1)
-        self._codec.encode(records, sequences, checksums, pages, seals)
+        self._codec.encode(records, sequences, checksums, pages, proofs)
         rows = np.flatnonzero(good)
         header_pages = pages if len(rows) == num else _aligned_copy(pages[rows])
         self.table.has_header[slots[rows]] = True  # even a failed write may have landed
         good[rows] = self._io.run(self._io.header_ops(slots[rows], header_pages, WRITE), "metadata", slots[rows])
-        return good, checksums, seals
+        return good, checksums, proofs
 
     def _next_sequences(self, num: int) -> npt.NDArray[np.uint64]:
         """Return the next `num` numbers in the order of writing."""
@@ -365,19 +365,19 @@ class FileTier:
     def _verify(self, slots: npt.NDArray[np.int64], requests: npt.NDArray[np.void]) -> Statuses:
         found = self._io.checksums(requests["fragment"], requests["address"])
         bad = found != self.table.checksums[slots, requests["fragment"]]
-        if self._seal is not None:
-            bad[~bad] = ~self._unsealed(slots[~bad], requests[~bad])
+        if self._cipher is not None:
+            bad[~bad] = ~self._decrypted(slots[~bad], requests[~bad])
         self._stats.num_corrupt += int(bad.sum())
         return np.where(bad, CORRUPT, OK).astype(np.uint8)
 
-    def _unsealed(self, slots: npt.NDArray[np.int64], requests: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    def _decrypted(self, slots: npt.NDArray[np.int64], requests: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
         """Decrypt fragments where they were read to, and say which are what was written."""
-        assert self._seal is not None, "asked to decrypt without a key"
+        assert self._cipher is not None, "asked to decrypt without a key"
         groups, rows = np.unique(slots, return_inverse=True)
         table, parts = self.table, requests["fragment"].astype(np.int64)
         lengths = np.array(self.layout.fragment_padded_bytes)[parts]
-        about = table.records(groups), table.sequences[groups], groups, table.seals[groups]
-        return self._seal.decrypt(*about, rows, parts, requests["address"], lengths)
+        about = table.records(groups), table.sequences[groups], groups, table.proofs[groups]
+        return self._cipher.decrypt(*about, rows, parts, requests["address"], lengths)
 
 
 def _aligned_copy(pages: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

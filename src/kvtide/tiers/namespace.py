@@ -32,6 +32,7 @@ from kvtide.io.ops import PAGE_BYTES, READ, WRITE, Engine, aligned_buffer
 from kvtide.io.uring import UringEngine
 from kvtide.spec import Identity, SlotLayout
 from kvtide.tiers.checkpoint import take_checkpoint, write_checkpoint
+from kvtide.tiers.cipher import Cipher, MasterKey
 from kvtide.tiers.departures import DEPARTURES, Departures
 from kvtide.tiers.file import FileTier
 from kvtide.tiers.guard import (
@@ -45,7 +46,6 @@ from kvtide.tiers.guard import (
 )
 from kvtide.tiers.header import FORMAT_VERSION
 from kvtide.tiers.owner import lock, named
-from kvtide.tiers.seal import MasterKey, Seal
 from kvtide.tiers.slotio import move_page
 from kvtide.trace.record import Recorder
 from kvtide.units import format_bytes, printable
@@ -137,7 +137,7 @@ def open_namespace(
             f"a disk capacity of {format_bytes(capacity_bytes)} holds no group: one slot takes "
             f"{format_bytes(layout.slot_bytes)}; type --disk {-(-(layout.slot_bytes + PAGE_BYTES) // 2**20)}MiB or more"
         )
-    seal = seal_for(identity, master)
+    cipher = cipher_for(identity, master)
     prepare_root(root)
     path = root / identity.digest().hex()[:DIGEST_CHARS]
     with named(path):
@@ -166,7 +166,7 @@ def open_namespace(
                 gap_bytes_max=gap_bytes_max,
                 is_packed=is_packed,
                 departures=departures,
-                seal=seal,
+                cipher=cipher,
             )
             with named(path):
                 was_clean = take_checkpoint(path, tier, layout, identity.digest())
@@ -185,7 +185,7 @@ def open_namespace(
     return OpenNamespace(path, tier, backend, name, is_direct, was_clean, fd, lock_fd, departures)
 
 
-def seal_for(identity: Identity, master: MasterKey | None) -> Seal | None:
+def cipher_for(identity: Identity, master: MasterKey | None) -> Cipher | None:
     """Return what encrypts KV of `identity`; None where it is not encrypted.
 
     Raises: ConfigError unless `master` is the key that the identity names.
@@ -196,7 +196,7 @@ def seal_for(identity: Identity, master: MasterKey | None) -> Seal | None:
             f"this KV is encrypted with {named_key or 'no key'}, and the key given is {ours or 'none'}; "
             f"type --key-file with the file of that key"
         )
-    return Seal(master, identity.digest()) if master is not None else None
+    return Cipher(master, identity.digest()) if master is not None else None
 
 
 def _warn_of_other_keys(root: Path, identity: Identity) -> None:

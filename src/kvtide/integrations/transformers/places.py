@@ -14,11 +14,11 @@ from kvtide.cache.windows import DeviceArena
 from kvtide.errors import UnsupportedError
 from kvtide.integrations.transformers.models import LoadedModel
 from kvtide.spec import Identity, SlotLayout
+from kvtide.tiers.cipher import MasterKey
 from kvtide.tiers.contract import Tier
 from kvtide.tiers.dial import open_remote
-from kvtide.tiers.namespace import OpenNamespace, open_namespace, seal_for
+from kvtide.tiers.namespace import OpenNamespace, cipher_for, open_namespace
 from kvtide.tiers.remote import RemoteTier
-from kvtide.tiers.seal import MasterKey
 from kvtide.tiers.stacked import StackedTier
 from kvtide.trace.record import Recorder
 
@@ -45,7 +45,7 @@ class Below:
         self.namespace: OpenNamespace | None = None
         self.remote: RemoteTier | None = None
         if options.remote is not None:
-            self.remote = open_remote(options.remote, layout, identity.digest(), seal=seal_for(identity, master))
+            self.remote = open_remote(options.remote, layout, identity.digest(), cipher=cipher_for(identity, master))
         if options.directory is not None and options.disk_bytes:
             self.namespace = open_namespace(
                 options.directory,

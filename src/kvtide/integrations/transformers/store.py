@@ -33,7 +33,7 @@ from kvtide.select.contract import Budget, RebuildsKeys
 from kvtide.select.full import Full
 from kvtide.select.names import make_selector
 from kvtide.spec import KVShape, SlotLayout, Split, auto_group_blocks
-from kvtide.tiers.seal import MasterKey
+from kvtide.tiers.cipher import MasterKey
 from kvtide.trace.record import Recorder
 
 KNEE_BYTES = 128 << 10  # where the drives measured in benchmarks/group_size stop gaining from larger reads
@@ -91,7 +91,7 @@ class KvStore:
         shape = KVShape.of(as_kept_by_transformers(loaded), loaded.dtype)
         group = options.group_blocks or auto_group_blocks(shape, options.block_tokens, options.knee_bytes)
         master = MasterKey.read(options.key_file) if options.key_file is not None else None
-        self.layout = SlotLayout(shape, options.block_tokens, group, options.split, is_sealed=master is not None)
+        self.layout = SlotLayout(shape, options.block_tokens, group, options.split, is_encrypted=master is not None)
         self.identity = loaded.identity(self.layout, adapter=options.adapter)
         if master is not None:
             self.identity = replace(self.identity, encryption=master.name)

@@ -17,18 +17,18 @@ from kvtide.chunks import ChunkOptions, ChunkStore
 from kvtide.errors import UnsupportedError
 from kvtide.io.ops import PAGE_BYTES, address_of, aligned_buffer
 from kvtide.spec import Dtype, Identity, KVShape, LayerShape, SlotLayout
+from kvtide.tiers.cipher import MasterKey
 from kvtide.tiers.contract import CORRUPT, MISSING, OK
 from kvtide.tiers.inspect import list_namespaces
-from kvtide.tiers.namespace import OpenNamespace, open_namespace, seal_for
+from kvtide.tiers.namespace import OpenNamespace, cipher_for, open_namespace
 from kvtide.tiers.remote import RemoteOptions, RemoteTier
-from kvtide.tiers.seal import MasterKey
 from kvtide.tiers.verify import verify_namespace
 from simkv import Groups, group_bytes, group_key
 from test_remote_faults import DictClient
 
 LAYER = LayerShape(k_bytes=256, v_bytes=256, num_heads=2)
 SHAPE = KVShape(dtype=Dtype.BF16, layers=(LAYER,) * 3, layer_index=(0, 1, 2))
-LAYOUT = SlotLayout(SHAPE, 4, 2, is_sealed=True)
+LAYOUT = SlotLayout(SHAPE, 4, 2, is_encrypted=True)
 MASTER, OTHER = MasterKey(bytes(range(32))), MasterKey(bytes(32))
 GROUPS = Groups(LAYOUT)
 KEYS = [group_key(name) for name in range(5)]
@@ -38,7 +38,7 @@ def identity(master: MasterKey | None = MASTER) -> Identity:
     return replace(small_identity(LAYOUT), encryption=master.name if master else "")
 
 
-def open_sealed(root: Path, master: MasterKey = MASTER, *, is_packed: bool = False) -> OpenNamespace:
+def open_encrypted(root: Path, master: MasterKey = MASTER, *, is_packed: bool = False) -> OpenNamespace:
     capacity = PAGE_BYTES + 8 * LAYOUT.slot_bytes
     return open_namespace(
         root, identity(master), LAYOUT, capacity_bytes=capacity, master=master, is_packed=is_packed, engine="threads"
@@ -59,7 +59,7 @@ def check_whole(tier, keys=KEYS):
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("is_clean", [False, True])
 def test_what_is_stored_comes_back_and_nothing_of_it_is_in_the_files(tmp_path, is_packed, is_clean):
-    opened = open_sealed(tmp_path / "s", is_packed=is_packed)
+    opened = open_encrypted(tmp_path / "s", is_packed=is_packed)
     assert GROUPS.write(opened.tier, KEYS, [0] * 5) == [OK] * 5
     check_whole(opened.tier)
     opened.close()
@@ -70,7 +70,7 @@ def test_what_is_stored_comes_back_and_nothing_of_it_is_in_the_files(tmp_path, i
         assert not any(group_bytes(LAYOUT, key, 0, part).tobytes()[:32] in stored for part in range(3))
     assert list_namespaces(tmp_path / "s")[0].num_groups == 5
     assert verify_namespace(opened.path).is_fine  # checksums tell flipped bits without the key
-    again = open_sealed(tmp_path / "s")
+    again = open_encrypted(tmp_path / "s")
     check_whole(again.tier)
     again.close()
 
@@ -79,7 +79,7 @@ def test_no_two_writes_share_a_key(tmp_path):
     """The same group twice: once again in one opening, and once in another."""
     seen = []
     for _ in range(2):
-        opened = open_sealed(tmp_path / "s")
+        opened = open_encrypted(tmp_path / "s")
         for _ in range(2):
             assert GROUPS.write(opened.tier, KEYS[:1], [0]) == [OK]
             slot = int(opened.tier.slots_of(np.frombuffer(KEYS[0], KEY))[0])
@@ -90,7 +90,7 @@ def test_no_two_writes_share_a_key(tmp_path):
 
 
 def test_a_slot_put_in_the_place_of_another_does_not_decrypt(tmp_path, caplog):
-    opened = open_sealed(tmp_path / "s")
+    opened = open_encrypted(tmp_path / "s")
     GROUPS.write(opened.tier, KEYS[:2], [0, 0])
     opened.close()
     (opened.path / "checkpoint.kvt").unlink()
@@ -99,7 +99,7 @@ def test_a_slot_put_in_the_place_of_another_does_not_decrypt(tmp_path, caplog):
     first, second = slice(PAGE_BYTES, PAGE_BYTES + size), slice(PAGE_BYTES + size, PAGE_BYTES + 2 * size)
     raw[first], raw[second] = raw[second], raw[first]
     file.write_bytes(raw)
-    again = open_sealed(tmp_path / "s")
+    again = open_encrypted(tmp_path / "s")
     with caplog.at_level(logging.WARNING):
         for key in KEYS[:2]:
             assert GROUPS.read_group(again.tier, key)[0] == [CORRUPT] * 3
@@ -110,7 +110,7 @@ def test_a_slot_put_in_the_place_of_another_does_not_decrypt(tmp_path, caplog):
 
 def test_a_header_that_somebody_altered_does_not_decrypt(tmp_path):
     """Its checksum is made right again: anybody can. What it says of the group is authenticated with the fragments."""
-    opened = open_sealed(tmp_path / "s")
+    opened = open_encrypted(tmp_path / "s")
     GROUPS.write(opened.tier, KEYS[:1], [0])
     opened.tier.table.parents[0] = opened.tier.table.keys[0]
     assert GROUPS.read_group(opened.tier, KEYS[0])[0] == [CORRUPT] * 3
@@ -122,16 +122,16 @@ def test_a_header_that_somebody_altered_does_not_decrypt(tmp_path):
 
 
 def test_another_key_finds_nothing_says_so_once_and_harms_nothing(tmp_path, caplog):
-    opened = open_sealed(tmp_path / "s")
+    opened = open_encrypted(tmp_path / "s")
     GROUPS.write(opened.tier, KEYS, [0] * 5)
     opened.close()
     with caplog.at_level(logging.WARNING):
-        other = open_sealed(tmp_path / "s", OTHER)
+        other = open_encrypted(tmp_path / "s", OTHER)
         assert GROUPS.read_group(other.tier, KEYS[0])[0] == [MISSING] * 3
         other.close()
-        open_sealed(tmp_path / "s", OTHER).close()
+        open_encrypted(tmp_path / "s", OTHER).close()
     assert [MASTER.name in record.message for record in caplog.records] == [True]
-    again = open_sealed(tmp_path / "s")
+    again = open_encrypted(tmp_path / "s")
     check_whole(again.tier)
     again.close()
 
@@ -139,7 +139,7 @@ def test_another_key_finds_nothing_says_so_once_and_harms_nothing(tmp_path, capl
 def test_a_key_that_the_identity_does_not_name_is_refused():
     for named, given in ((MASTER, OTHER), (MASTER, None), (None, MASTER)):
         with pytest.raises(ConfigError, match="--key-file"):
-            seal_for(identity(named), given)
+            cipher_for(identity(named), given)
 
 
 def test_keys_of_blocks_cannot_be_guessed_without_the_key():
@@ -201,7 +201,7 @@ def test_without_the_library(monkeypatch):
 
 def remote(client: DictClient, master: MasterKey = MASTER) -> RemoteTier:
     one = identity(master)
-    return RemoteTier(lambda: client, LAYOUT, one.digest(), seal=seal_for(one, master))
+    return RemoteTier(lambda: client, LAYOUT, one.digest(), cipher=cipher_for(one, master))
 
 
 def test_values_of_a_remote_are_encrypted_and_come_back_elsewhere():
@@ -215,7 +215,7 @@ def test_values_of_a_remote_are_encrypted_and_come_back_elsewhere():
 
 def test_encrypted_values_are_not_compressed():
     with pytest.raises(ConfigError, match="zstd"):
-        RemoteTier(DictClient, LAYOUT, bytes(32), RemoteOptions(zstd_level=3), seal=seal_for(identity(), MASTER))
+        RemoteTier(DictClient, LAYOUT, bytes(32), RemoteOptions(zstd_level=3), cipher=cipher_for(identity(), MASTER))
 
 
 # Chunks of engines

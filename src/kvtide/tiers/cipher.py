@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from kvtide.blocks import KEY
 from kvtide.errors import ConfigError, UnsupportedError
-from kvtide.spec.layout import SEAL_BYTES
+from kvtide.spec.layout import PROOF_BYTES
 from kvtide.tiers.contract import GroupRecords
 from kvtide.tiers.guard import read_secret
 
@@ -82,7 +82,7 @@ class MasterKey:
         return self.expand(b"root", identity_digest)
 
 
-class Seal:
+class Cipher:
     """Encrypts what one opening of a store writes, and decrypts what any did. `identity_digest` is of its KV.
 
     Threads: one at a time.
@@ -90,7 +90,7 @@ class Seal:
 
     def __init__(self, master: MasterKey, identity_digest: bytes) -> None:
         self._master, self._identity = master, identity_digest
-        self._opened = os.urandom(SEAL_BYTES)
+        self._opened = os.urandom(PROOF_BYTES)
         self._ciphers, self._invalid = _library()
         self._has_warned = False
 
@@ -104,13 +104,13 @@ class Seal:
         targets: U64,
         lengths: I64,
     ) -> U8:
-        """Encrypt parts of groups from `sources` to `targets`; return the seals that headers keep.
+        """Encrypt parts of groups from `sources` to `targets`; return the proofs that headers keep.
 
         Shapes: records, sequences, places [n]; parts [P], their numbers; sources, targets, lengths [n, P];
         returns [n, 16 * (1 + P)].
         """
-        seals = np.zeros((len(records), SEAL_BYTES * (1 + len(parts))), np.uint8)
-        seals[:, :SEAL_BYTES] = np.frombuffer(self._opened, np.uint8)
+        proofs = np.zeros((len(records), PROOF_BYTES * (1 + len(parts))), np.uint8)
+        proofs[:, :PROOF_BYTES] = np.frombuffer(self._opened, np.uint8)
         about = self._about(records, sequences, places)
         opened = [self._opened] * len(records)
         keys = self._keys(records, sequences, opened)
@@ -120,15 +120,15 @@ class Seal:
                 self._encrypt_one(key, about[row], part, *where)
                 for part, *where in zip(parts.tolist(), *columns, strict=True)
             ]
-            seals[row, SEAL_BYTES:] = np.frombuffer(b"".join(tags), np.uint8)
-        return seals
+            proofs[row, PROOF_BYTES:] = np.frombuffer(b"".join(tags), np.uint8)
+        return proofs
 
     def decrypt(
         self,
         records: GroupRecords,
         sequences: U64,
         places: I64,
-        seals: U8,
+        proofs: U8,
         rows: I64,
         parts: I64,
         addresses: U64,
@@ -136,9 +136,9 @@ class Seal:
     ) -> npt.NDArray[np.bool_]:
         """Decrypt parts of groups where they lie; say of each whether it is what was written. What is not is garbage.
 
-        Shapes: records, sequences, places, seals [n, ...]; rows (of those), parts, addresses, lengths [r]; returns [r].
+        Shapes: records, sequences, places, proofs [n, ..]; rows (of those), parts, addresses, lengths, returns [r].
         """
-        tags = seals.reshape(len(seals), seals.shape[1] // SEAL_BYTES, SEAL_BYTES)
+        tags = proofs.reshape(len(proofs), proofs.shape[1] // PROOF_BYTES, PROOF_BYTES)
         about = self._about(records, sequences, places)
         keys = self._keys(records, sequences, [row[0].tobytes() for row in tags])
         good = np.zeros(len(rows), np.bool_)
@@ -154,8 +154,8 @@ class Seal:
         """Return the cipher of each group."""
         made = zip(records.keys.tolist(), sequences.tolist(), opened, strict=True)
         return [
-            self._ciphers.aes(self._master.expand(b"group", self._identity, key, salt, number.to_bytes(8, "little")))
-            for key, number, salt in made
+            self._ciphers.aes(self._master.expand(b"group", self._identity, key, once, number.to_bytes(8, "little")))
+            for key, number, once in made
         ]
 
     def _about(self, records: GroupRecords, sequences: U64, places: I64) -> list[bytes]:
