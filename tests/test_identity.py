@@ -40,6 +40,7 @@ CHANGES = {
     "format_version": 2,
     "split": "kv",
     "facts": (("engine", "one 1.0"),),
+    "encryption": "aes-256-gcm key 0123456789abcdef",
 }
 
 

@@ -382,7 +382,9 @@ def test_too_many_forms_are_not_kept(
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has wrong; kvtide's keys are capacity, directory, metrics_port, salt"):
+    with pytest.raises(
+        ConfigError, match="has wrong; kvtide's keys are capacity, directory, key_file, metrics_port, salt"
+    ):
         made(tmp_path, wrong=1)
     one = made(tmp_path)
     store(one, names(1), objects(1))

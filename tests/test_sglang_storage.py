@@ -311,7 +311,9 @@ def test_a_rank_that_would_only_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_keys_of_the_config_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has wrong; kvtide's keys are capacity, directory, metrics_port, salt"):
+    with pytest.raises(
+        ConfigError, match="has wrong; kvtide's keys are capacity, directory, key_file, metrics_port, salt"
+    ):
         storage(tmp_path, wrong=1)
 
 

@@ -99,7 +99,7 @@ def prefill(store: KvStore, tokens: list[int], salt: str, on_progress: Callable[
 
 def _groups(store: KvStore, tokens: list[int], salt: str) -> GroupRecords:
     """Return the records of the groups of exactly these tokens, the unfilled one's too."""
-    block, group, root = store.layout.block_tokens, store.layout.group_blocks, chain_root(store.identity.digest(), salt)
+    block, group, root = store.layout.block_tokens, store.layout.group_blocks, chain_root(store.root, salt)
     keys = chain_keys(np.array(tokens, np.int64), block_tokens=block, parent=root)
     rest = tokens[len(keys) * block :]
     keys = np.append(keys, partial_keys(rest, parent=keys[-1].tobytes() if len(keys) else root)[-1:])

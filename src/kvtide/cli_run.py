@@ -86,6 +86,10 @@ def run(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 48,
     samples: Annotated[int, typer.Option(min=1, max=1024, help="Answers drawn for each question from one prompt.")] = 1,
     salt: Annotated[str, typer.Option(help="Tenant: KV is shared only within one salt.")] = "",
+    key_file: Annotated[
+        Path | None,
+        typer.Option(help="Encrypt KV on disk and on a remote under the 32 bytes in this file (docs/security.md)."),
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. Default: what is fast here.")] = None,
     engine: Annotated[str, typer.Option(help="auto, uring or threads.")] = "auto",
     write_policy: Annotated[str, typer.Option(help="through: store at once; back: when evicted.")] = "through",
@@ -150,6 +154,7 @@ def run(
         write_policy=write_policy,
         reuse=reuse,
         select=selected,
+        key_file=key_file,
     )
     shape, num_tokens = KVShape.of(loaded.spec, loaded.dtype), _num_tokens(loaded, text)
     options, laid = lay_out(options, layout, shape, num_tokens, cache_dir=cache_dir())

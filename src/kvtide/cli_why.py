@@ -27,6 +27,7 @@ from kvtide.errors import ConfigError, UnsupportedError
 from kvtide.planner.layouts import layout_for
 from kvtide.probe.file import find_knee
 from kvtide.spec import Identity, KVShape, SlotLayout, auto_group_blocks
+from kvtide.tiers.cipher import MasterKey
 from kvtide.tiers.glance import Glance, glance
 from kvtide.tiers.why import NEVER, OTHER_IDENTITY, OTHER_SALT, THERE, KeyWhy, Run, Why, why_key, why_prompt
 from kvtide.units import format_bytes, printable
@@ -67,6 +68,7 @@ def why(
     salt: Annotated[
         list[str] | None, typer.Option(help="Salt the prompt is asked with; further ones are tried. Default: none.")
     ] = None,
+    key_file: Annotated[Path | None, typer.Option(help="As of kvtide run: the key of encrypted KV.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say why a prompt is not found in a store: never stored, evicted, another identity or salt, corrupt, refused.
@@ -77,7 +79,7 @@ def why(
     check_groups(group_blocks, block_tokens)
     if is_block_first(layout, group_blocks):
         group_blocks = "1"
-    salts = _salts(salt)
+    salts, master = _salts(salt), MasterKey.read(key_file) if key_file is not None else None
     found = glance(directory)
     if _KEY.fullmatch(prompt):
         told = why_key(bytes.fromhex(prompt), found)
@@ -91,8 +93,9 @@ def why(
     else:
         described = _described(model, dtype)
         tokens = _ids(text) if are_ids else _tokens(described, text)
-        wanted = [_identity(described, directory, block_tokens, group_blocks, layout)]
-    whys = [why_prompt(tokens, found, one, salts) for one in wanted]
+        asked = _identity(described, directory, block_tokens, group_blocks, layout)
+        wanted = [asked if master is None else dataclasses.replace(asked, encryption=master.name)]
+    whys = [why_prompt(tokens, found, one, salts, master) for one in wanted]
     if as_json:
         _print_json([_plain(one) for one in whys], directory)
     else:

@@ -17,6 +17,7 @@ from pathlib import Path
 from kvtide.errors import ConfigError
 from kvtide.io.ops import PAGE_BYTES
 from kvtide.spec import Dtype, Identity, KVShape, LayerShape, Layout, SlotLayout
+from kvtide.tiers.cipher import MasterKey
 from kvtide.units import format_bytes
 
 _CHUNK_BYTES_MAX = 1 << 30
@@ -26,6 +27,7 @@ _PIECES_MAX = 4096  # layers of an identity
 @dataclass(frozen=True, slots=True)
 class ChunkOptions:
     """Where chunks lie and how many. `facts` are what the bytes depend on: chunks of other facts are never found.
+    `master` encrypts them on disk.
 
     `piece_bytes` are the sizes of a chunk's pieces in memory, in order; none: a chunk is one piece.
     """
@@ -40,6 +42,7 @@ class ChunkOptions:
     piece_bytes: tuple[int, ...] = ()
     admission: str = "always"  # which chunks are worth writing: a name of `kvtide.evict.admission`
     bytes_per_day: int = 0  # what admission by endurance may write
+    master: MasterKey | None = None
 
     def identity(self) -> Identity:
         """Return the identity of these chunks, as of KV of one token, a layer for each piece.
@@ -71,6 +74,7 @@ class ChunkOptions:
             tp_size=1,
             layers=tuple((index, size, 0, 1, 0) for index, size in enumerate(pieces)),
             facts=tuple(sorted((name, told[:256]) for name, told in self.facts.items())),
+            encryption=self.master.name if self.master is not None else "",
         )
 
     def pieces(self) -> tuple[int, ...]:
@@ -82,4 +86,5 @@ class ChunkOptions:
         pieces = self.pieces()
         fragments = pieces if not any(size % PAGE_BYTES for size in pieces) else (self.chunk_bytes,)
         layers = tuple(LayerShape(size, 0, 1) for size in fragments)
-        return SlotLayout(KVShape(Dtype.FP8_E4M3, layers, tuple(range(len(layers)))), block_tokens=1, group_blocks=1)
+        shape = KVShape(Dtype.FP8_E4M3, layers, tuple(range(len(layers))))
+        return SlotLayout(shape, block_tokens=1, group_blocks=1, is_encrypted=self.master is not None)

@@ -80,6 +80,7 @@ class ChunkStore:
             recorder=self._recorder,
             gap_bytes_max=self.layout.header_bytes,
             is_packed=True,
+            master=options.master,
         )
         self._tier = self._space.tier
         self._lru = Lru(self._tier.num_slots)

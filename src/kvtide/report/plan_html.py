@@ -49,7 +49,7 @@ def _phases(report: PlanReport) -> Figure:
     names = sorted({name for phase in plan.phases.values() for name in phase.uses})
     for name in names:
         times = [phase.uses[name].time_ns / 1e9 if name in phase.uses else None for phase in plan.phases.values()]
-        figure.add_bar(x=list(plan.phases), y=times, name=name)
+        figure.add_bar(x=list(plan.phases), y=times, name=html.escape(printable(name)))
     figure.update_yaxes(type="log", title_text="s of work")
     figure.update_layout(template="plotly_white", barmode="group", height=420, title_text="Work of each resource")
     return figure
@@ -73,7 +73,7 @@ def _sweep(points: Sequence[SweepPoint]) -> Figure:
             name=html.escape(printable(name)),
             mode="lines+markers",
         )
-    figure.update_xaxes(type="category", title_text=keys[0])
+    figure.update_xaxes(type="category", title_text=html.escape(printable(keys[0])))
     figure.update_yaxes(type="log", title_text="s between tokens")
     figure.update_layout(template="plotly_white", height=420)
     return figure

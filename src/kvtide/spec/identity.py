@@ -3,8 +3,8 @@
 The digest names a store's directory, and `describe` is what its identity.json says. Next: blocks.
 
 *Theory.* digest = SHA-256 of the JSON of `describe()` with sorted keys, no spaces, ASCII only. Lists and tuples are
-the same there; floats are written in the shortest form that reads back equal. `split` and `facts` are told only where
-there are any: stores made before there were such keep their names.
+the same there; floats are written in the shortest form that reads back equal. `split`, `facts` and `encryption` are
+told only where there are any: stores made before there were such keep their names.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from kvtide.spec.model import ModelSpec, RopeParameters
 FORMAT_VERSION = 1
 _ROW_BYTES_MAX = 1 << 32
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_ENCRYPTION = re.compile(r"(aes-256-gcm key [0-9a-f]{16})?", re.ASCII)
+_OPTIONAL = {"split", "facts", "encryption"}
 
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
@@ -46,7 +48,8 @@ class Identity:
 
     `layers` has (layer number in the model, K bytes a token, V bytes a token, heads, window or 0) for each layer that
     keeps KV on this rank. `facts` are what else KV depends on that another engine made: its name and version, its
-    layout, the other ranks.
+    layout, the other ranks. `encryption` says how it is encrypted at rest and names the key, without telling it; empty
+    where it is not.
     """
 
     model: str
@@ -65,6 +68,7 @@ class Identity:
     format_version: int = FORMAT_VERSION
     split: Split = "none"
     facts: tuple[tuple[str, str], ...] = ()
+    encryption: str = ""
 
     def __post_init__(self) -> None:
         _text("model", self.model, least=1)
@@ -80,6 +84,8 @@ class Identity:
         whole_number("format_version", self.format_version, least=1, most=1 << 16)
         if self.split not in SPLITS:
             raise ConfigError(f"split is {shown(self.split)}; known are {', '.join(SPLITS)}")
+        if not isinstance(self.encryption, str) or not _ENCRYPTION.fullmatch(self.encryption):
+            raise ConfigError(f"encryption is {shown(self.encryption)}; known is aes-256-gcm key, and its 16 digits")
         _check_layers(self.layers)
         for name, told in self.facts:
             _text("the name of a fact", name, least=1)
@@ -148,6 +154,8 @@ class Identity:
             told["split"] = self.split
         if self.facts:
             told["facts"] = dict(self.facts)
+        if self.encryption:
+            told["encryption"] = self.encryption
         return told
 
     def shape(self) -> KVShape:
@@ -165,7 +173,9 @@ class Identity:
 
         Raises: ConfigError if its layers cannot be cut as it says.
         """
-        return SlotLayout(self.shape(), self.block_tokens, self.group_blocks, self.split)
+        return SlotLayout(
+            self.shape(), self.block_tokens, self.group_blocks, self.split, is_encrypted=bool(self.encryption)
+        )
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "identity.json") -> Identity:
@@ -180,7 +190,7 @@ class Identity:
         if not isinstance(found, dict):
             raise FormatError(f"{where}: expected a JSON object, found {shown(found)}")
         known = set(cls.__dataclass_fields__)
-        missing, unknown = sorted(known - set(found) - {"split", "facts"}), sorted(set(found) - known)
+        missing, unknown = sorted(known - set(found) - _OPTIONAL), sorted(set(found) - known)
         if missing or unknown:
             raise FormatError(f"{where}: fields missing: {missing or 'none'}; fields unknown: {shown(unknown)}")
         try:

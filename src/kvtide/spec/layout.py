@@ -27,6 +27,7 @@ PAGE_BYTES = 4096  # the alignment direct I/O needs on every drive in common use
 HEADER_FIXED_BYTES = 256  # magic, versions, keys, counts, digest, checksum of the header: docs/formats.md
 HEADER_BLOCK_BYTES = 36  # a block's key and its valid tokens
 HEADER_FRAGMENT_BYTES = 8  # a fragment's checksum
+PROOF_BYTES = 16  # what makes the key of an encrypted slot one of its own; and the tag of each of its fragments
 GROUP_BLOCKS_MAX = 64  # above it a partial group wastes more than a larger read can gain
 BLOCK_TOKENS_MAX = 1 << 16
 TP_MAX = 1 << 12
@@ -151,7 +152,7 @@ class SlotLayout:
 
     `fragment_bytes` are wanted bytes, `fragment_padded_bytes` what a direct read moves; both, and `fragment_offset`,
     have one entry a fragment. `k_bytes` is K of the whole group in each layer, `pieces` what each layer's fragments
-    hold.
+    hold. `is_encrypted`: fragments are encrypted, and the header has room for what proves them.
     """
 
     shape: KVShape
@@ -167,8 +168,17 @@ class SlotLayout:
     k_bytes: tuple[int, ...]
     pieces: tuple[tuple[Piece, ...], ...]
     slot_bytes: int
+    is_encrypted: bool
 
-    def __init__(self, shape: KVShape, block_tokens: int, group_blocks: int, split: Split = "none") -> None:
+    def __init__(
+        self,
+        shape: KVShape,
+        block_tokens: int,
+        group_blocks: int,
+        split: Split = "none",
+        *,
+        is_encrypted: bool = False,
+    ) -> None:
         """Lay out groups of `group_blocks` blocks of `block_tokens` tokens, each layer cut as `split` says.
 
         Raises: ConfigError if a size is out of range, or the layers cannot be cut so.
@@ -181,7 +191,8 @@ class SlotLayout:
         pieces_of = {layer: _pieces(layer, tokens, split) for layer in set(shape.layers)}  # most layers are alike
         wanted_of = {layer: _part_bytes(pieces, tokens) for layer, pieces in pieces_of.items()}
         wanted = tuple(count for layer in shape.layers for count in wanted_of[layer])
-        header = page_up(HEADER_FIXED_BYTES + HEADER_BLOCK_BYTES * group_blocks + HEADER_FRAGMENT_BYTES * len(wanted))
+        header_bytes = HEADER_FIXED_BYTES + HEADER_BLOCK_BYTES * group_blocks + HEADER_FRAGMENT_BYTES * len(wanted)
+        header = page_up(header_bytes + (PROOF_BYTES * (1 + len(wanted)) if is_encrypted else 0))
         padded = tuple(page_up(count) for count in wanted)
         offset = [header]
         for count in padded:
@@ -200,6 +211,7 @@ class SlotLayout:
             "k_bytes": tuple(tokens * layer.k_bytes for layer in shape.layers),
             "pieces": tuple(pieces_of[layer] for layer in shape.layers),
             "slot_bytes": offset[-1],
+            "is_encrypted": is_encrypted,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)  # the way a frozen value fills derived fields
@@ -213,6 +225,11 @@ class SlotLayout:
     def num_fragments(self) -> int:
         """Fragments of a slot."""
         return len(self.fragment_bytes)
+
+    @property
+    def proof_bytes(self) -> int:
+        """Bytes of a header that prove its encrypted fragments: 16 for the slot and 16 each; 0 in plain ones."""
+        return PROOF_BYTES * (1 + self.num_fragments) if self.is_encrypted else 0
 
     def layer_fragments(self, layer: int) -> range:
         """Return the numbers of the fragments of one layer, in the order they lie in."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvtide.units import format_ns
+from kvtide.units import format_ns, printable
 
 REST_NS, REST_NS_MAX = 1_000_000_000, 60_000_000_000  # a dead machine costs one time-out a minute in the end
 LOG = logging.getLogger("kvtide.remote")
@@ -44,7 +44,7 @@ class Breaker:
             self.is_open, self._rest_ns, self._since_ns = True, self._first_ns, now
             self.num_opened += 1
             rest = format_ns(self._rest_ns)
-            LOG.warning("%s: %s; going on without it, next try in %s", self._name, reason, rest)
+            LOG.warning("%s: %s; going on without it, next try in %s", self._name, printable(str(reason)), rest)
         else:
             self._rest_ns = min(2 * self._rest_ns, self._most_ns)
         self._until_ns = self._now_ns() + self._rest_ns

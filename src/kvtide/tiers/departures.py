@@ -13,9 +13,7 @@ goes on without: it only explains.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ import xxhash
 
 from kvtide.blocks import KEY
 from kvtide.tiers.contract import REASONS, GroupRecords, Reason
+from kvtide.tiers.guard import open_file
 
 DEPARTURES = "departures.kvt"
 NUM_MAX = 1 << 16  # a million tokens in blocks of 16, for 4 MiB
@@ -105,8 +104,7 @@ class Departures:
             self._fd = -1
 
     def _open(self) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        fd = os.open(self._path, flags, 0o600)
+        fd = open_file(self._path, os.O_RDWR | os.O_CREAT)
         try:
             numbers = _read(fd, self._num_max)[0]
         except BaseException:
@@ -151,7 +149,7 @@ def read_departures(path: Path, num_max: int = NUM_MAX) -> dict[bytes, Departure
     Its owner may write while this reads: a record is seen whole or not at all.
     """
     with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_file(path, os.O_RDONLY)
         try:
             rows = _read(fd, num_max)[1]
         finally:
@@ -169,10 +167,7 @@ def read_departures(path: Path, num_max: int = NUM_MAX) -> dict[bytes, Departure
 
 def _read(fd: int, num_max: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]:
     """Return the numbers of the records that are whole, and those, oldest first."""
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file")
-    content = bytearray(min(num_max * RECORD.itemsize, status.st_size))
+    content = bytearray(min(num_max * RECORD.itemsize, os.fstat(fd).st_size))
     num_bytes = os.preadv(fd, [content], 0)
     rows = np.frombuffer(content, RECORD, num_bytes // RECORD.itemsize)
     raw = rows.view(np.uint8).reshape(len(rows), RECORD.itemsize)

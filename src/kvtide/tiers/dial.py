@@ -18,6 +18,7 @@ from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvtide.errors import ConfigError, UnsupportedError
 from kvtide.spec import SlotLayout
+from kvtide.tiers.cipher import Cipher
 from kvtide.tiers.client import RemoteClient
 from kvtide.tiers.remote import KNOWN_GROUPS, RemoteOptions, RemoteTier
 from kvtide.units import parse_option_bytes, printable
@@ -62,14 +63,22 @@ def dial(url: str) -> Dialled:
     raise ConfigError(f"--remote {printable(_shown(parts))[:80]!r}: no scheme known here; {EXAMPLE}")
 
 
-def open_remote(url: str, layout: SlotLayout, identity_digest: bytes, *, num_groups: int = KNOWN_GROUPS) -> RemoteTier:
+def open_remote(
+    url: str,
+    layout: SlotLayout,
+    identity_digest: bytes,
+    *,
+    num_groups: int = KNOWN_GROUPS,
+    cipher: Cipher | None = None,
+) -> RemoteTier:
     """Return the tier at `url`, for KV of one layout and identity. It connects when something is first asked of it.
 
+    `cipher` encrypts what is put there.
     Raises: ConfigError for a URL that means nothing here; UnsupportedError without zstandard where it is asked for.
     """
     dialled = dial(url)
     options = RemoteOptions(num_groups=num_groups, zstd_level=dialled.zstd_level)
-    return RemoteTier(dialled.connect, layout, identity_digest, options, name=dialled.name)
+    return RemoteTier(dialled.connect, layout, identity_digest, options, name=dialled.name, cipher=cipher)
 
 
 def _valkey(parts: SplitResult, knobs: dict[str, str]) -> Callable[[], RemoteClient]:

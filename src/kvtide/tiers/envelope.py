@@ -9,6 +9,9 @@ Theory. A group is stored as pieces and one manifest, each a value of its own:
     manifest  parent 32 | tokens u32 | blocks u32 | codec u32 | pieces u32 | block keys G x 32
               xxh3-64 of every piece P x u64 | stored bytes of every piece P x u32
 
+Of encrypted KV the pieces are encrypted, each by itself, and the manifest ends with `sequence u64 | proof 16 + P x 16`
+(`cipher`); every checksum is then of encrypted bytes.
+
 A piece is a fragment, or 1 MiB of a larger one. The manifest is written last: without it the group is not there. It
 names every piece by its checksum, so pieces that another writer left there are never taken for those it was made of.
 """
@@ -24,7 +27,8 @@ import xxhash
 
 from kvtide.blocks import KEY, KeyArray
 from kvtide.spec import SlotLayout
-from kvtide.tiers.contract import CORRUPT, MISSING, OK, GroupRecords, Statuses
+from kvtide.spec.layout import PROOF_BYTES
+from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK, GroupRecords, Statuses
 
 MAGIC = b"KVTREM\0\0"
 FORMAT_VERSION = 1
@@ -78,6 +82,11 @@ class Envelope:
                 ("block_keys", KEY, (layout.group_blocks,)),
                 ("checksums", "<u8", (self.num_pieces,)),
                 ("stored_bytes", "<u4", (self.num_pieces,)),
+                *(
+                    [("sequence", "<u8"), ("proof", "u1", (PROOF_BYTES * (1 + self.num_pieces),))]
+                    if layout.is_encrypted
+                    else []
+                ),
             ]
         )
 
@@ -176,6 +185,8 @@ class Envelope:
         good &= num_blocks == -(-rows["num_tokens"].astype(np.int64) // layout.block_tokens)
         good &= ((rows["stored_bytes"] >= 1) & (rows["stored_bytes"] <= self.lengths)).all(axis=1)
         is_plain = (rows["stored_bytes"] == self.lengths).all(axis=1)
+        if self._layout.is_encrypted:  # what is encrypted is not compressed
+            return good & is_plain & (rows["codec"] == PLAIN)
         return good & (is_plain | (rows["codec"] == ZSTD))
 
     @staticmethod
@@ -191,3 +202,9 @@ def checksums_at(addresses: Iterable[int], lengths: Iterable[int], num: int) -> 
         (ctypes.c_uint8 * length).from_address(address) for address, length in zip(addresses, lengths, strict=True)
     )
     return np.fromiter(map(xxhash.xxh3_64_intdigest, views), np.uint64, num)
+
+
+def worst(statuses: npt.NDArray[np.uint8]) -> Statuses:
+    """Return of each row: FAILED if anything failed, else FULL if something found no room, else OK."""
+    failed, full = (statuses == FAILED).any(axis=1), (statuses == FULL).any(axis=1)
+    return np.where(failed, FAILED, np.where(full, FULL, OK)).astype(np.uint8)

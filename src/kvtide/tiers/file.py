@@ -24,9 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.blocks import KeyArray
-from kvtide.io.ops import READ, WRITE, Engine, aligned_buffer
+from kvtide.io.ops import READ, WRITE, Engine, address_of, aligned_buffer
 from kvtide.io.schedule import Merged
 from kvtide.spec import SlotLayout
+from kvtide.tiers.cipher import Cipher
 from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK, Cause, GroupRecords, Reason, Statuses, TierStats
 from kvtide.tiers.departures import Departures
 from kvtide.tiers.header import Decoded, HeaderCodec
@@ -37,8 +38,8 @@ from kvtide.trace.record import Recorder
 SCAN_SLOTS = 512  # headers read at once when opening
 PORTION_BYTES = 8 << 20  # written at once where slots are packed: several operations of the largest size
 
-Written = tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
-"""Which slots are whole, their numbers in the order of writing, and the checksums of their fragments."""
+Written = tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64], npt.NDArray[np.uint8]]
+"""Which slots are whole, and of each the checksums of its fragments and its proof."""
 
 
 @dataclass(eq=False, slots=True)
@@ -57,7 +58,8 @@ class FileTier:
     """A `Tier` over one open file.
 
     Fragments that lie up to `gap_bytes_max` bytes apart are read together, over what lies between them. `is_packed`:
-    see the theory above. `departures` is where it notes why a group is not there.
+    see the theory above. `departures` is where it notes why a group is not there. `cipher` encrypts what is written; a
+    tier of encrypted slots without one can tell which are whole, but not read them.
     Threads: one at a time.
     """
 
@@ -73,8 +75,11 @@ class FileTier:
         gap_bytes_max: int = 0,
         is_packed: bool = False,
         departures: Departures | None = None,
+        cipher: Cipher | None = None,
     ) -> None:
-        self._departures = departures
+        assert cipher is None or layout.is_encrypted, "slots without room for what proves encrypted fragments"
+        self._departures, self._cipher, self.fd = departures, cipher, fd
+        self._memory = aligned_buffer(0 if cipher is None else max(PORTION_BYTES, layout.slot_bytes))
         self._write_slots = self._write_packed if is_packed else self._write_in_steps
         self.layout, self.num_slots, self.table = layout, num_slots, SlotTable.empty(num_slots, layout)
         self._gap_bytes_max = gap_bytes_max
@@ -108,7 +113,7 @@ class FileTier:
         """Take over the `kept` of slots that a former owner filled; of two with one key the later one wins."""
         slots, records = slots[kept], decoded.records.take(kept)
         sequences, checksums = decoded.sequences[kept], decoded.checksums[kept]
-        self.table.fill(slots, records, sequences, checksums)
+        self.table.fill(slots, records, sequences, checksums, decoded.proofs[kept])
         for index in np.argsort(sequences, kind="stable").tolist():
             key, slot = records.keys[index].tobytes(), int(slots[index])
             rival = self._slot_of.get(key)
@@ -123,7 +128,8 @@ class FileTier:
         slots = np.flatnonzero(self.table.used)
         pages = np.zeros((len(slots), self.layout.header_bytes), np.uint8)
         table = self.table
-        self._codec.encode(table.records(slots), table.sequences[slots], table.checksums[slots], pages)
+        numbers, checksums, proofs = table.sequences[slots], table.checksums[slots], table.proofs[slots]
+        self._codec.encode(table.records(slots), numbers, checksums, pages, proofs)
         return slots, pages
 
     def inventory(self) -> GroupRecords:
@@ -187,16 +193,26 @@ class FileTier:
         self._stats.num_full += len(records) - num
         if not num:
             return statuses
-        good, sequences, checksums = self._write_slots(slots, records.take(slice(num)), addresses[:num], cause)
-        statuses[:num] = np.where(good, OK, FAILED)
+        step = num if self._cipher is None else max(1, PORTION_BYTES // self.layout.slot_bytes)  # bounds what is copied
+        for first in range(0, num, step):
+            rows = slice(first, min(num, first + step))
+            statuses[rows] = self._write(slots[rows], records.take(rows), addresses[rows], cause)
+        self.flush_departures()
+        return statuses
+
+    def _write(
+        self, slots: npt.NDArray[np.int64], records: GroupRecords, addresses: npt.NDArray[np.uint64], cause: Cause
+    ) -> Statuses:
+        """Write groups into `slots`, and note those that are whole."""
+        sequences = self._next_sequences(len(slots))
+        good, checksums, proofs = self._write_slots(slots, records, sequences, addresses, cause)
         self._stats.num_failed += int((~good).sum())
         self._free[slots[~good]] = True
         rows = np.flatnonzero(good)
-        self.table.fill(slots[rows], records.take(rows), sequences[rows], checksums[rows])
+        self.table.fill(slots[rows], records.take(rows), sequences[rows], checksums[rows], proofs[rows])
         for key, slot in zip(records.keys[rows].tolist(), slots[rows].tolist(), strict=True):
             self._own(key, slot)
-        self.flush_departures()
-        return statuses
+        return np.where(good, OK, FAILED).astype(np.uint8)
 
     def drop(self, keys: KeyArray, *, reason: Reason = "dropped") -> None:
         self.unlist(keys, reason)
@@ -272,12 +288,33 @@ class FileTier:
 
     # Bytes
 
+    def _encrypted(
+        self,
+        slots: npt.NDArray[np.int64],
+        records: GroupRecords,
+        sequences: npt.NDArray[np.uint64],
+        addresses: npt.NDArray[np.uint64],
+    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8]]:
+        """Return where what goes to the file lies, until this is called again, and the proofs."""
+        if self._cipher is None:
+            return addresses, np.zeros((len(slots), self.layout.proof_bytes), np.uint8)
+        lengths = np.array(self.layout.fragment_padded_bytes)
+        sizes = np.broadcast_to(lengths, addresses.shape)
+        targets = (address_of(self._memory) + np.cumsum(sizes).reshape(sizes.shape) - sizes).astype(np.uint64)
+        parts = np.arange(len(lengths))
+        return targets, self._cipher.encrypt(records, sequences, slots, parts, addresses, targets, sizes)
+
     def _write_packed(
-        self, slots: npt.NDArray[np.int64], records: GroupRecords, addresses: npt.NDArray[np.uint64], cause: Cause
+        self,
+        slots: npt.NDArray[np.int64],
+        records: GroupRecords,
+        sequences: npt.NDArray[np.uint64],
+        addresses: npt.NDArray[np.uint64],
+        cause: Cause,
     ) -> Written:
         """Write headers and fragments at once, in portions: one is hashed while the drive has the one before."""
         num, num_fragments = addresses.shape
-        sequences = self._next_sequences(num)
+        addresses, proofs = self._encrypted(slots, records, sequences, addresses)
         checksums, good = np.empty((num, num_fragments), np.uint64), np.zeros(num, np.bool_)
         pages = aligned_buffer(num * self.layout.header_bytes).reshape(num, self.layout.header_bytes)
         self.table.has_header[slots] = True  # even a failed write may have landed
@@ -288,7 +325,7 @@ class FileTier:
             fragments = np.tile(np.arange(num_fragments), rows.stop - first)
             at = addresses[rows].ravel()
             checksums[rows] = self._io.checksums(fragments, at).reshape(-1, num_fragments)
-            self._codec.encode(records.take(rows), sequences[rows], checksums[rows], pages[rows])
+            self._codec.encode(records.take(rows), sequences[rows], checksums[rows], pages[rows], proofs[rows])
             parts = self._io.fragment_ops(np.repeat(slots[rows], num_fragments), fragments, at, WRITE)
             batch = np.concatenate([self._io.header_ops(slots[rows], pages[rows], WRITE), parts])
             begun.append((rows, self._io.begin(batch)))
@@ -296,7 +333,7 @@ class FileTier:
                 self._end_packed(*begun.pop(0), slots, good, cause)
         for rows, merged in begun:
             self._end_packed(rows, merged, slots, good, cause)
-        return good, sequences, checksums
+        return good, checksums, proofs
 
     def _end_packed(
         self, rows: slice, merged: Merged, slots: npt.NDArray[np.int64], good: npt.NDArray[np.bool_], cause: Cause
@@ -308,10 +345,16 @@ class FileTier:
         good[rows] = done[:num] & done[num:].reshape(num, -1).all(axis=1)
 
     def _write_in_steps(
-        self, slots: npt.NDArray[np.int64], records: GroupRecords, addresses: npt.NDArray[np.uint64], cause: Cause
+        self,
+        slots: npt.NDArray[np.int64],
+        records: GroupRecords,
+        sequences: npt.NDArray[np.uint64],
+        addresses: npt.NDArray[np.uint64],
+        cause: Cause,
     ) -> Written:
-        """Write in the three steps of the theory; return which slots are whole, and their numbers and checksums."""
+        """Write in the three steps of the theory."""
         num, num_fragments = addresses.shape
+        addresses, proofs = self._encrypted(slots, records, sequences, addresses)
         pages = aligned_buffer(num * self.layout.header_bytes).reshape(num, self.layout.header_bytes)
         good = np.ones(num, np.bool_)
         stale = np.flatnonzero(self.table.has_header[slots])
@@ -327,13 +370,12 @@ class FileTier:
         checksums = hashed.reshape(num, num_fragments)
         done = self._io.all_done(merged, cause, np.repeat(slots[rows], num_fragments), wanted)
         good[rows] = done.reshape(len(rows), num_fragments).all(axis=1)
-        sequences = self._next_sequences(num)
-        self._codec.encode(records, sequences, checksums, pages)
+        self._codec.encode(records, sequences, checksums, pages, proofs)
         rows = np.flatnonzero(good)
         header_pages = pages if len(rows) == num else _aligned_copy(pages[rows])
         self.table.has_header[slots[rows]] = True  # even a failed write may have landed
         good[rows] = self._io.run(self._io.header_ops(slots[rows], header_pages, WRITE), "metadata", slots[rows])
-        return good, sequences, checksums
+        return good, checksums, proofs
 
     def _next_sequences(self, num: int) -> npt.NDArray[np.uint64]:
         """Return the next `num` numbers in the order of writing."""
@@ -343,8 +385,19 @@ class FileTier:
     def _verify(self, slots: npt.NDArray[np.int64], requests: npt.NDArray[np.void]) -> Statuses:
         found = self._io.checksums(requests["fragment"], requests["address"])
         bad = found != self.table.checksums[slots, requests["fragment"]]
+        if self._cipher is not None:
+            bad[~bad] = ~self._decrypted(slots[~bad], requests[~bad])
         self._stats.num_corrupt += int(bad.sum())
         return np.where(bad, CORRUPT, OK).astype(np.uint8)
+
+    def _decrypted(self, slots: npt.NDArray[np.int64], requests: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+        """Decrypt fragments where they were read to, and say which are what was written."""
+        assert self._cipher is not None, "asked to decrypt without a key"
+        groups, rows = np.unique(slots, return_inverse=True)
+        table, parts = self.table, requests["fragment"].astype(np.int64)
+        lengths = np.array(self.layout.fragment_padded_bytes)[parts]
+        about = table.records(groups), table.sequences[groups], groups, table.proofs[groups]
+        return self._cipher.decrypt(*about, rows, parts, requests["address"], lengths)
 
 
 def _aligned_copy(pages: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

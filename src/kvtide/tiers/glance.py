@@ -19,10 +19,12 @@ from kvtide.errors import ConfigError, FormatError, IoError
 from kvtide.io.opening import open_engine
 from kvtide.io.ops import PAGE_BYTES
 from kvtide.spec import Identity
+from kvtide.tiers.checkpoint import adopt_checkpoint, read_checkpoint
 from kvtide.tiers.departures import DEPARTURES, Departure, read_departures
 from kvtide.tiers.file import FileTier
+from kvtide.tiers.guard import open_file
 from kvtide.tiers.inspect import find_namespaces
-from kvtide.tiers.namespace import DIGEST_CHARS, adopt_checkpoint, read_identity, read_superblock
+from kvtide.tiers.namespace import DIGEST_CHARS, read_identity, read_superblock
 from kvtide.tiers.owner import named
 
 
@@ -101,27 +103,22 @@ def _look(path: Path, identity: Identity, owner: int) -> Glance:
 
 def _adopt(path: Path, tier: FileTier, digest: bytes) -> bool:
     """Fill the tier's table from what a clean close left, if there is such a thing."""
-    try:
-        with (path / "checkpoint.kvt").open("rb") as file:
-            return adopt_checkpoint(file.read(), tier, tier.layout, digest)
-    except FileNotFoundError:
-        return False
+    return adopt_checkpoint(read_checkpoint(path / "checkpoint.kvt", tier), tier, tier.layout, digest)
 
 
 def _open(file: Path) -> int:
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        return os.open(file, flags | os.O_DIRECT)
+        return open_file(file, os.O_RDONLY | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    return os.open(file, flags)
+    return open_file(file, os.O_RDONLY)
 
 
 def _owner(path: Path) -> int:
     """Return the pid of the process that has namespace `path` open, 0 if none has."""
     try:
-        fd = os.open(path / "owner.lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_file(path / "owner.lock", os.O_RDONLY)
     except FileNotFoundError:
         return 0
     try:
@@ -130,7 +127,7 @@ def _owner(path: Path) -> int:
         if error.errno not in {errno.EAGAIN, errno.EACCES}:
             raise IoError(error.errno or 0, f"cannot look at the lock of {path}: {error.strerror}") from None
         text = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
-        return int(text) if text.isdigit() else -1
+        return int(text) if text.isdecimal() else -1
     finally:
         os.close(fd)
     return 0

@@ -6,6 +6,9 @@ checksum of itself, so a torn header reads as an empty slot.
 
     magic 8 | version u32 | fragments u32 | identity 32 | key 32 | parent 32 | tokens u32 | blocks u32 | sequence u64
     block keys G x 32 | fragment checksums F x u64 | header checksum u64 | zeros to the end of the header
+
+Of encrypted slots the version is 2, and before the header checksum lies their proof: 16 random bytes, then a tag of 16
+a fragment (`cipher`). The checksums are of what is in the file, so a flipped bit is told without the key.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from kvtide.spec import SlotLayout
 from kvtide.tiers.contract import GroupRecords
 
 MAGIC = b"KVTSLOT\0"
-FORMAT_VERSION = 1
+FORMAT_VERSION, ENCRYPTED_VERSION = 1, 2
+SEQUENCE_MAX = 1 << 62  # no process writes as many groups; what is above could not be counted on from
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,7 @@ class Decoded:
     records: GroupRecords
     sequences: npt.NDArray[np.uint64]
     checksums: npt.NDArray[np.uint64]
+    proofs: npt.NDArray[np.uint8]
 
 
 class HeaderCodec:
@@ -41,6 +46,7 @@ class HeaderCodec:
         self._layout = layout
         self._identity = np.frombuffer(identity_digest, KEY)[0]
         num_fragments = self._num_fragments = layout.num_fragments
+        self._version = ENCRYPTED_VERSION if layout.is_encrypted else FORMAT_VERSION
         self._dtype = np.dtype(
             [
                 ("magic", "V8"),
@@ -54,6 +60,7 @@ class HeaderCodec:
                 ("sequence", "<u8"),
                 ("block_keys", KEY, (layout.group_blocks,)),
                 ("checksums", "<u8", (num_fragments,)),
+                ("proof", "u1", (layout.proof_bytes,)),
                 ("header_checksum", "<u8"),
             ]
         )
@@ -66,14 +73,17 @@ class HeaderCodec:
         sequences: npt.NDArray[np.uint64],
         checksums: npt.NDArray[np.uint64],
         pages: npt.NDArray[np.uint8],
+        proofs: npt.NDArray[np.uint8] | None = None,
     ) -> None:
-        """Write headers into `pages`. Shapes: checksums [n, F]; pages [n, header_bytes]."""
+        """Write headers into `pages`. Shapes: checksums [n, F]; proofs [n, proof_bytes]; pages [n, header_bytes]."""
         rows = np.zeros(len(records), self._dtype)
         rows["magic"] = np.frombuffer(MAGIC, "V8")[0]
-        rows["version"], rows["num_fragments"], rows["identity"] = FORMAT_VERSION, self._num_fragments, self._identity
+        rows["version"], rows["num_fragments"], rows["identity"] = self._version, self._num_fragments, self._identity
         rows["key"], rows["parent"] = records.keys, records.parents
         rows["num_tokens"], rows["num_blocks"] = records.num_tokens, records.num_blocks
         rows["sequence"], rows["block_keys"], rows["checksums"] = sequences, records.block_keys, checksums
+        if proofs is not None:
+            rows["proof"] = proofs
         raw = rows.view(np.uint8).reshape(len(rows), self._dtype.itemsize)
         rows["header_checksum"] = list(map(xxhash.xxh3_64_intdigest, raw[:, : self._checked_bytes].copy()))
         pages[:] = 0
@@ -85,13 +95,14 @@ class HeaderCodec:
         rows = raw.view(self._dtype).reshape(len(pages))
         layout = self._layout
         num_tokens, num_blocks = rows["num_tokens"].astype(np.int64), rows["num_blocks"].astype(np.int64)
-        valid = (rows["magic"] == np.frombuffer(MAGIC, "V8")[0]) & (rows["version"] == FORMAT_VERSION)
+        valid = (rows["magic"] == np.frombuffer(MAGIC, "V8")[0]) & (rows["version"] == self._version)
         valid &= (rows["num_fragments"] == self._num_fragments) & (rows["identity"] == self._identity)
         valid &= (num_tokens >= 1) & (num_tokens <= layout.tokens_per_group)
         valid &= num_blocks == -(-num_tokens // layout.block_tokens)
+        valid &= rows["sequence"] < SEQUENCE_MAX
         for index in np.flatnonzero(valid).tolist():
             valid[index] = (
                 xxhash.xxh3_64_intdigest(raw[index, : self._checked_bytes].data) == rows["header_checksum"][index]
             )
         records = GroupRecords(rows["key"], rows["parent"], num_tokens, num_blocks, rows["block_keys"])
-        return Decoded(valid, records, rows["sequence"], rows["checksums"])
+        return Decoded(valid, records, rows["sequence"], rows["checksums"], rows["proof"])

@@ -21,11 +21,11 @@ from kvtide.errors import ConfigError, FormatError, IoError
 from kvtide.io.opening import open_engine
 from kvtide.io.ops import PAGE_BYTES, Engine
 from kvtide.spec import Identity, SlotLayout
+from kvtide.tiers.checkpoint import adopt_checkpoint, read_checkpoint
 from kvtide.tiers.file import FileTier
 from kvtide.tiers.namespace import (
     DIGEST_CHARS,
     MARKER,
-    adopt_checkpoint,
     check_root,
     open_data,
     read_identity,
@@ -50,7 +50,6 @@ OUR_FILES = (
 )
 _NAME = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
 _PREFIX = re.compile(rf"[0-9a-f]{{1,{DIGEST_CHARS}}}")
-_FILE_BYTES_MAX = 1 << 63  # off_t is signed
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +201,7 @@ def looking_at(path: Path, identity: Identity) -> Iterator[Seen]:
         num_slots = _num_slots(fd, file, engine, layout, digest)
         tier = FileTier(engine, fd, layout, digest, num_slots)
         checkpoint = path / "checkpoint.kvt"
-        was_clean = checkpoint.exists() and adopt_checkpoint(checkpoint.read_bytes(), tier, layout, digest)
+        was_clean = adopt_checkpoint(read_checkpoint(checkpoint, tier), tier, layout, digest)
         if not was_clean:
             tier.scan()
         yield Seen(tier, engine, fd, digest, is_direct, was_clean, _cut_short(fd, file, tier))
@@ -217,9 +216,12 @@ def _num_slots(fd: int, file: Path, engine: Engine, layout: SlotLayout, digest: 
     stated = (int(row["header_bytes"]), int(row["slot_bytes"]), row["identity"].tobytes())
     if stated != (layout.header_bytes, layout.slot_bytes, digest):
         raise FormatError(f"{file}: made for another identity or geometry; type `kvtide store drop` to remove it")
-    num_slots = int(row["num_slots"])
-    if not 1 <= num_slots < _FILE_BYTES_MAX // layout.slot_bytes:
-        raise FormatError(f"{file}: expected slots that fit a file, found {num_slots}; type `kvtide store drop`")
+    num_slots, room = int(row["num_slots"]), os.fstatvfs(fd)
+    num_max = room.f_blocks * room.f_frsize or os.fstat(fd).st_size  # some file systems do not tell
+    if not 1 <= num_slots <= num_max // layout.slot_bytes:  # before a row is kept for each
+        raise FormatError(
+            f"{file}: expected slots that fit the file system, found {num_slots}; type `kvtide store drop` to remove it"
+        )
     return num_slots
 
 
@@ -250,8 +252,6 @@ def drop_namespace(
     paths = find_namespaces(root, digest)
     marker = root / MARKER
     try:
-        if marker.is_symlink():
-            raise ConfigError(f"{marker} is a link, so it is not ours; remove it by hand")
         for path in paths:
             _check_only_ours(path)
         with ExitStack() as stack:

@@ -18,7 +18,7 @@ import errno
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,19 +31,32 @@ from kvtide.io.opening import open_engine
 from kvtide.io.ops import PAGE_BYTES, READ, WRITE, Engine, aligned_buffer
 from kvtide.io.uring import UringEngine
 from kvtide.spec import Identity, SlotLayout
+from kvtide.tiers.checkpoint import take_checkpoint, write_checkpoint
+from kvtide.tiers.cipher import Cipher, MasterKey
 from kvtide.tiers.departures import DEPARTURES, Departures
 from kvtide.tiers.file import FileTier
-from kvtide.tiers.header import FORMAT_VERSION, HeaderCodec
+from kvtide.tiers.guard import (
+    LOG,
+    check_directory,
+    make_directory,
+    open_file,
+    partial_of,
+    read_file,
+    write_whole,
+)
+from kvtide.tiers.header import FORMAT_VERSION
 from kvtide.tiers.owner import lock, named
 from kvtide.tiers.slotio import move_page
 from kvtide.trace.record import Recorder
-from kvtide.units import format_bytes
+from kvtide.units import format_bytes, printable
 
 MARKER = "kvtide-store"
 PACE, PACE_BYTES_MAX = "pace.json", 4096
+NAMESPACES_MAX = 1000  # looked at for a warning
+IDENTITY_BYTES_MAX = 1 << 20  # of thousands of layers and facts, some 200 KiB
 MARKER_TEXT = '{"format": "kvtide store", "version": 1}\n'
 DIGEST_CHARS = 32
-_FILE_MAGIC, _CHECKPOINT_MAGIC = b"KVTFILE", b"KVTCHKPT"
+_FILE_MAGIC = b"KVTFILE"
 _SUPER = np.dtype(
     [
         ("magic", "S8"),
@@ -54,7 +67,6 @@ _SUPER = np.dtype(
         ("identity", KEY),
     ]
 )
-_CHECKPOINT = np.dtype([("magic", "S8"), ("version", "<u4"), ("header_bytes", "<u4"), ("num_slots", "<u8")])
 
 
 @dataclass(slots=True)
@@ -74,8 +86,7 @@ class OpenNamespace:
     def read_pace(self) -> str:
         """Return what the last owner noted of its pace, cut short; empty where nothing is to be read."""
         try:
-            with (self.path / PACE).open("rb") as file:
-                return file.read(PACE_BYTES_MAX).decode(errors="replace")
+            return read_file(self.path / PACE, PACE_BYTES_MAX).decode(errors="replace")
         except OSError:
             return ""
 
@@ -84,7 +95,7 @@ class OpenNamespace:
         if self.fd < 0:
             return
         with contextlib.suppress(OSError):
-            _write_whole(self.path / PACE, text.encode())
+            write_whole(self.path / PACE, text.encode())
 
     def close(self) -> None:
         """Leave a checkpoint, then give up engine, file and lock. Idempotent."""
@@ -111,10 +122,11 @@ def open_namespace(
     recorder: Recorder | None = None,
     gap_bytes_max: int = 0,
     is_packed: bool = False,
+    master: MasterKey | None = None,
 ) -> OpenNamespace:
     """Open, or make, the namespace of `identity` under `root`, with room for `capacity_bytes` of slots.
 
-    `gap_bytes_max` and `is_packed` are those of `FileTier`.
+    `gap_bytes_max` and `is_packed` are those of `FileTier`. `master` is the key that an identity with encryption names.
 
     Raises: ConfigError for a foreign directory or a capacity below one slot; FormatError for files that are not what
     they claim; IoError when another process owns it or the disk refuses.
@@ -125,10 +137,14 @@ def open_namespace(
             f"a disk capacity of {format_bytes(capacity_bytes)} holds no group: one slot takes "
             f"{format_bytes(layout.slot_bytes)}; type --disk {-(-(layout.slot_bytes + PAGE_BYTES) // 2**20)}MiB or more"
         )
+    cipher = cipher_for(identity, master)
     prepare_root(root)
     path = root / identity.digest().hex()[:DIGEST_CHARS]
     with named(path):
-        path.mkdir(mode=0o700, exist_ok=True)
+        is_new = not os.path.lexists(path)
+        make_directory(path)
+    if is_new:
+        _warn_of_other_keys(root, identity)
     lock_fd = lock(path)
     fd = -1
     try:
@@ -150,9 +166,10 @@ def open_namespace(
                 gap_bytes_max=gap_bytes_max,
                 is_packed=is_packed,
                 departures=departures,
+                cipher=cipher,
             )
             with named(path):
-                was_clean = _load_checkpoint(path, tier, layout, identity.digest())
+                was_clean = take_checkpoint(path, tier, layout, identity.digest())
             if not was_clean:
                 tier.scan()
                 departures.note_scan()
@@ -168,20 +185,50 @@ def open_namespace(
     return OpenNamespace(path, tier, backend, name, is_direct, was_clean, fd, lock_fd, departures)
 
 
+def cipher_for(identity: Identity, master: MasterKey | None) -> Cipher | None:
+    """Return what encrypts KV of `identity`; None where it is not encrypted.
+
+    Raises: ConfigError unless `master` is the key that the identity names.
+    """
+    named_key, ours = identity.encryption, master.name if master is not None else ""
+    if named_key != ours:
+        raise ConfigError(
+            f"this KV is encrypted with {named_key or 'no key'}, and the key given is {ours or 'none'}; "
+            f"type --key-file with the file of that key"
+        )
+    return Cipher(master, identity.digest()) if master is not None else None
+
+
+def _warn_of_other_keys(root: Path, identity: Identity) -> None:
+    """Say once, in a new namespace, that there is KV of the same model that another key, or none, was used for."""
+    plain = replace(identity, encryption="")
+    for path in sorted(root.iterdir())[:NAMESPACES_MAX]:
+        with contextlib.suppress(FormatError, ConfigError, OSError):
+            theirs = read_identity(path) if path.name != MARKER else identity
+            if theirs != identity and replace(theirs, encryption="") == plain:
+                LOG.warning(
+                    "KV of %s is here under %s (%s), which is not the key in use: all of it is missing",
+                    printable(identity.model),
+                    theirs.encryption or "no key",
+                    path.name,
+                )
+                return
+
+
 def prepare_root(root: Path) -> None:
     """Make `root` a store, or find that it is one.
 
     Raises: ConfigError if it holds something else.
     """
     try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(root, parents=True)
         marker = root / MARKER
         if marker.exists():
             check_root(root)
-        elif any(entry.name != _partial(marker).name for entry in root.iterdir()) and not marker.exists():
+        elif any(entry.name != partial_of(marker).name for entry in root.iterdir()) and not marker.exists():
             raise ConfigError(f"{root} is not empty and not a kvtide store; name a new or empty directory (--dir)")
         else:
-            _write_whole(marker, MARKER_TEXT.encode())
+            write_whole(marker, MARKER_TEXT.encode())
     except FileExistsError:
         raise ConfigError(f"{root} is a file; type --dir with a directory") from None
     except OSError as error:
@@ -196,23 +243,29 @@ def check_root(root: Path) -> None:
     marker = root / MARKER
     if not root.is_dir():
         raise ConfigError(f"{root} is not a directory; type the directory that was given to --dir")
+    check_directory(root, may_be_link=True)
+    if marker.is_symlink():
+        raise ConfigError(f"{marker} is a link, so it is not ours; remove it by hand")
     if not marker.is_file():
         raise ConfigError(f"{root} is not a kvtide store: it has no file {MARKER}; type the directory given to --dir")
-    text = marker.read_bytes()[:4096]
+    try:
+        text = read_file(marker, 4096)
+    except OSError as error:
+        raise ConfigError(f"{marker} is not ours: {error.strerror}; use another --dir") from None
     if text != MARKER_TEXT.encode():
         raise FormatError(f"{marker}: expected {MARKER_TEXT.strip()}, found {text[:80]!r}; use another --dir")
 
 
 def open_data(path: Path) -> tuple[int, bool]:
     """Open the data file past the page cache where the file system allows it; say whether it did."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_CREAT
     try:
-        fd = os.open(path, flags | os.O_DIRECT, 0o600)
+        fd = open_file(path, flags | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise IoError(error.errno or 0, f"cannot open {path}: {error.strerror}") from None
         with named(path):
-            return os.open(path, flags, 0o600), False
+            return open_file(path, flags), False
     return fd, True
 
 
@@ -223,7 +276,7 @@ def read_identity(path: Path) -> Identity:
     """
     file = path / "identity.json"
     try:
-        text = file.read_bytes()
+        text = read_file(file, IDENTITY_BYTES_MAX)
     except OSError as error:
         raise FormatError(f"{file}: {error.strerror}; type `kvtide store drop` to remove the namespace") from None
     return Identity.from_json(text.decode("utf-8", "replace"), where=str(file))
@@ -307,86 +360,7 @@ def allocate(fd: int, num_bytes: int, path: Path) -> None:
 
 def _check_identity(path: Path, identity: Identity) -> None:
     file = path / "identity.json"
-    if not file.exists():
-        _write_whole(file, json.dumps(identity.describe(), indent=2, sort_keys=True).encode())
+    if not os.path.lexists(file):
+        write_whole(file, json.dumps(identity.describe(), indent=2, sort_keys=True).encode())
     elif read_identity(path).digest() != identity.digest():
         raise FormatError(f"{file} states another identity than its directory's name; type `kvtide store drop {path}`")
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Let `path` appear whole or not at all, readable by its owner only."""
-    partial = _partial(path)
-    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def write_checkpoint(path: Path, tier: FileTier) -> None:
-    """Leave what the next owner would otherwise have to scan for; where that fails, it scans."""
-    slots, pages = tier.headers()
-    head = np.array([(_CHECKPOINT_MAGIC, FORMAT_VERSION, pages.shape[1], tier.num_slots)], _CHECKPOINT)
-    body = b"".join(
-        [
-            head.tobytes(),
-            np.uint64(len(slots)).tobytes(),
-            slots.astype("<u8").tobytes(),
-            pages.tobytes(),
-            np.packbits(tier.table.has_header).tobytes(),  # free slots that must be wiped before use, too
-        ]
-    )
-    try:
-        _write_whole(path / "checkpoint.kvt", body + xxhash.xxh3_64_digest(body))
-    except OSError:
-        _partial(path / "checkpoint.kvt").unlink(missing_ok=True)  # the next open scans instead
-
-
-def _load_checkpoint(path: Path, tier: FileTier, layout: SlotLayout, identity_digest: bytes) -> bool:
-    """Adopt what a clean close left; say whether there was such a thing. It is used once."""
-    file = path / "checkpoint.kvt"
-    if not file.exists():
-        return False
-    body = file.read_bytes()
-    file.unlink()
-    _sync_directory(path)  # or a power cut could bring it back, older than the slots
-    return adopt_checkpoint(body, tier, layout, identity_digest)
-
-
-def adopt_checkpoint(body: bytes, tier: FileTier, layout: SlotLayout, identity_digest: bytes) -> bool:
-    """Fill the tier's table from the bytes of a checkpoint; say whether they are one of this namespace."""
-    start = _CHECKPOINT.itemsize
-    if len(body) < start + 16 or xxhash.xxh3_64_digest(body[:-8]) != body[-8:]:
-        return False
-    head = np.frombuffer(body, _CHECKPOINT, 1)[0]
-    num = int(np.frombuffer(body, "<u8", 1, start)[0])
-    stated = (head["magic"], int(head["version"]), int(head["header_bytes"]))
-    if stated != (_CHECKPOINT_MAGIC, FORMAT_VERSION, layout.header_bytes):
-        return False
-    flags_start = start + 8 + num * (8 + layout.header_bytes)
-    if len(body) != flags_start + -(-int(head["num_slots"]) // 8) + 8:
-        return False
-    slots = np.frombuffer(body, "<u8", num, start + 8).astype(np.int64)
-    pages = np.frombuffer(body, np.uint8, num * layout.header_bytes, start + 8 + 8 * num)
-    decoded = HeaderCodec(layout, identity_digest).decode(pages.reshape(num, layout.header_bytes))
-    kept = decoded.valid & (slots < tier.num_slots) & (slots >= 0)
-    if not decoded.valid.all() or len(np.unique(slots)) != num:
-        return False
-    flags = np.unpackbits(np.frombuffer(body[flags_start:-8], np.uint8), count=int(head["num_slots"]))
-    num_slots = min(tier.num_slots, len(flags))
-    tier.table.has_header[:num_slots] = flags[:num_slots]
-    tier.adopt(slots, decoded, kept)
-    return True
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvtide.errors import IoError
+from kvtide.tiers.guard import open_file
+from kvtide.units import printable
 
 _PAUSES_S = 0.002, 0.008, 0.02, 0.02
 
@@ -32,11 +34,12 @@ def lock(path: Path) -> int:
     Raises: IoError(EBUSY) that names the process that owns it.
     """
     with named(path / "owner.lock"):
-        fd = os.open(path / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd = open_file(path / "owner.lock", os.O_RDWR | os.O_CREAT)
     try:
         _try_lock(fd)
     except OSError as error:
-        owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+        owner = printable(owner) or "unknown"
         os.close(fd)
         if error.errno not in {errno.EAGAIN, errno.EACCES}:
             raise IoError(error.errno or 0, f"cannot lock {path}: {error.strerror}") from None

@@ -19,9 +19,11 @@ from kvtide.blocks import KeyArray
 from kvtide.io.ops import address_of
 from kvtide.spec import SlotLayout
 from kvtide.tiers.breaker import REST_NS, Breaker
+from kvtide.tiers.cipher import Cipher
 from kvtide.tiers.client import RegistersMemory, RemoteClient, RemoteDown, Values
 from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK, Cause, GroupRecords, Reason, Statuses, TierStats
-from kvtide.tiers.envelope import HEADER_BYTES, MANIFEST, PLAIN, ZSTD, Envelope, checksums_at
+from kvtide.tiers.encryptedpieces import pieces_for
+from kvtide.tiers.envelope import HEADER_BYTES, MANIFEST, PLAIN, ZSTD, Envelope, checksums_at, worst
 from kvtide.tiers.packing import Packer
 
 CALL_BYTES_MAX = 32 << 20  # of values in one call of the client: bounds memory, and what a time-out covers
@@ -58,16 +60,19 @@ class RemoteTier:
         *,
         name: str = "remote",
         now_ns: Callable[[], int] = time.monotonic_ns,
+        cipher: Cipher | None = None,
     ) -> None:
         """Make a tier; `connect` is called when something is first asked of it, and may raise RemoteDown.
 
-        Raises: ConfigError for a level zstd does not have; UnsupportedError without the package for it.
+        `cipher` encrypts what is put there, and goes with a layout of encrypted slots.
+        Raises: ConfigError for a level zstd does not have, or any with a cipher; UnsupportedError without its package.
         """
         self.layout, self.name = layout, name
         self.breaker = Breaker(name, now_ns, rest_ns=options.rest_ns)
         self._connect = connect
         self._client: RemoteClient | None = None
         self._envelope = Envelope(layout, identity_digest)
+        self._encrypted = pieces_for(cipher, self._envelope, layout, options.zstd_level)
         self.prefix = self._envelope.prefix  # of every name
         self._packer = Packer(options.zstd_level)
         self._manifests: OrderedDict[bytes, npt.NDArray[np.void]] = OrderedDict()
@@ -330,6 +335,12 @@ class RemoteTier:
         real = checksums_at(addresses[good].tolist(), lengths[good].tolist(), len(good))
         is_stale = said != manifests["checksums"][rows[good], pieces[good]]
         statuses[good] = np.where(~unpacked | (real != said), CORRUPT, np.where(is_stale, MISSING, OK))
+        if self._encrypted is not None:
+            whole = np.flatnonzero(statuses == OK)
+            is_ours = self._encrypted.decrypt(
+                keys, rows[whole], manifests, pieces[whole], addresses[whole], lengths[whole]
+            )
+            statuses[whole[~is_ours]] = CORRUPT
         return statuses
 
     def _write(self, client: RemoteClient, records: GroupRecords, addresses: npt.NDArray[np.uint64]) -> Statuses:
@@ -338,6 +349,7 @@ class RemoteTier:
         pieces, rows = np.tile(np.arange(num_pieces), num), np.repeat(np.arange(num), num_pieces)
         lengths = envelope.lengths[pieces]
         at = (addresses[:, envelope.fragments] + envelope.offsets.astype(np.uint64)).ravel()
+        at, encrypted = self._encrypted.encrypt(records, at) if self._encrypted is not None else (at, None)
         checksums = checksums_at(at.tolist(), lengths.tolist(), len(at))
         places, stored, held = self._packer.pack(at, lengths)
         codecs = np.where(stored < lengths, ZSTD, PLAIN)
@@ -346,13 +358,15 @@ class RemoteTier:
         headers = envelope.headers(keys, fragments, offsets, lengths, stored, checksums, codecs)
         got = client.put(envelope.piece_names(records.keys, rows, pieces), Values(headers, places, stored, held))
         self._count_written(got, stored)
-        statuses = _worst(got.reshape(num, num_pieces))
+        statuses = worst(got.reshape(num, num_pieces))
         whole = np.flatnonzero(statuses == OK)
         if len(whole):
             shape = (num, num_pieces)
             manifests = envelope.manifests(
                 records.take(whole), checksums.reshape(shape)[whole], stored.reshape(shape)[whole], int(codecs.max())
             )
+            if encrypted is not None:
+                manifests["sequence"], manifests["proof"] = encrypted.sequences[whole], encrypted.proofs[whole]
             statuses[whole] = self._write_manifests(client, records.keys[whole], manifests)
         self._remove(client, records.keys[statuses != OK], "failed")
         return statuses
@@ -384,9 +398,3 @@ class RemoteTier:
         good = statuses == OK
         self._stats.num_writes += int(good.sum())
         self._stats.written_bytes += int(lengths[good].sum()) + int(good.sum()) * HEADER_BYTES
-
-
-def _worst(statuses: npt.NDArray[np.uint8]) -> Statuses:
-    """Return of each row: FAILED if anything failed, else FULL if something found no room, else OK."""
-    failed, full = (statuses == FAILED).any(axis=1), (statuses == FULL).any(axis=1)
-    return np.where(failed, FAILED, np.where(full, FULL, OK)).astype(np.uint8)

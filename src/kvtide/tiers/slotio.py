@@ -14,14 +14,16 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvtide.errors import IoError, ShortIo
+from kvtide.errors import ConfigError, IoError, ShortIo
 from kvtide.io.ops import OP, PAGE_BYTES, WRITE, Batch, Completions, Engine, address_of
 from kvtide.io.schedule import Merged, merge
 from kvtide.spec import SlotLayout
 from kvtide.tiers.contract import Cause, TierStats
 from kvtide.trace.events import CAUSES
 from kvtide.trace.record import OP_EVENT, Recorder
+from kvtide.units import format_bytes
 
+FRAGMENT_BYTES_MAX = 1 << 31  # of one operation of the kernel, whose lengths are signed 32-bit numbers
 OP_BYTES_MAX = 1 << 20  # large enough for full bandwidth on any drive measured, small enough to keep depth
 
 
@@ -34,6 +36,10 @@ class SlotIo:
     def __init__(
         self, engine: Engine, fd: int, layout: SlotLayout, stats: TierStats, recorder: Recorder | None
     ) -> None:
+        if (largest := max(layout.fragment_padded_bytes)) > FRAGMENT_BYTES_MAX:
+            raise ConfigError(
+                f"a fragment of {format_bytes(largest)} is more than one operation moves; make groups smaller"
+            )
         self.engine = engine
         self._fd, self._layout, self._stats, self._recorder = fd, layout, stats, recorder
         self._num_batches, self._early = 0, dict[int, Completions]()

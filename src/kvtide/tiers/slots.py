@@ -14,7 +14,9 @@ from kvtide.tiers.contract import GroupRecords
 
 @dataclass(slots=True)
 class SlotTable:
-    """What is known of every slot. Shapes: one row a slot; checksums [num_slots, F]; block_keys [num_slots, G]."""
+    """What is known of every slot. Shapes: one row a slot; checksums [num_slots, F]; block_keys [num_slots, G];
+    proofs [num_slots, proof_bytes].
+    """
 
     used: npt.NDArray[np.bool_]
     has_header: npt.NDArray[np.bool_]  # a valid header may lie in the file, though the slot is free
@@ -25,6 +27,7 @@ class SlotTable:
     block_keys: KeyArray
     sequences: npt.NDArray[np.uint64]
     checksums: npt.NDArray[np.uint64]
+    proofs: npt.NDArray[np.uint8]  # of encrypted slots; no columns in plain ones
 
     @classmethod
     def empty(cls, num_slots: int, layout: SlotLayout) -> SlotTable:
@@ -39,6 +42,7 @@ class SlotTable:
             np.zeros((num_slots, layout.group_blocks), KEY),
             np.zeros(num_slots, np.uint64),
             np.zeros((num_slots, layout.num_fragments), np.uint64),
+            np.zeros((num_slots, layout.proof_bytes), np.uint8),
         )
 
     def records(self, slots: npt.NDArray[np.int64]) -> GroupRecords:
@@ -51,9 +55,11 @@ class SlotTable:
         records: GroupRecords,
         sequences: npt.NDArray[np.uint64],
         checksums: npt.NDArray[np.uint64],
+        proofs: npt.NDArray[np.uint8],
     ) -> None:
         """Note that `slots` hold `records`, on the medium and in the table."""
         self.used[slots] = self.has_header[slots] = True
         self.keys[slots], self.parents[slots] = records.keys, records.parents
         self.num_tokens[slots], self.num_blocks[slots] = records.num_tokens, records.num_blocks
         self.block_keys[slots], self.sequences[slots], self.checksums[slots] = records.block_keys, sequences, checksums
+        self.proofs[slots] = proofs

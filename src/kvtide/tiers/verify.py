@@ -15,11 +15,12 @@ import numpy.typing as npt
 from kvtide.errors import ConfigError, FormatError
 from kvtide.io.ops import address_of, aligned_buffer
 from kvtide.spec import Identity
+from kvtide.tiers.checkpoint import write_checkpoint
 from kvtide.tiers.contract import CORRUPT, FAILED, READ_REQUEST
 from kvtide.tiers.departures import DEPARTURES, Departures
 from kvtide.tiers.file import FileTier
 from kvtide.tiers.inspect import Seen, check_entries, looking_at, problem_of
-from kvtide.tiers.namespace import read_identity, write_checkpoint
+from kvtide.tiers.namespace import read_identity
 
 VERIFY_BYTES = 32 << 20  # memory of a verification, and bytes in flight: many times what keeps a drive busy
 
@@ -72,6 +73,11 @@ def verify_namespace(
 def _verify(path: Path, identity: Identity, on_progress: Callable[[int, int], None], memory_bytes: int) -> VerifyReport:
     # The buffer is made before the engine is opened and dies after it was closed: reads may be in flight until then.
     largest = max(identity.slot().fragment_padded_bytes)
+    if largest > (found := (path / "data.kvt").lstat().st_size):
+        raise FormatError(
+            f"{path / 'identity.json'} tells of fragments of {largest} bytes, but all of data.kvt has {found}; "
+            f"type `kvtide store drop` to remove it"
+        )
     buffer = aligned_buffer(max(memory_bytes, largest))
     with looking_at(path, identity) as seen:
         tier = seen.tier

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvtide.blocks import chain_keys, chain_root, partial_keys
 from kvtide.spec import Identity
+from kvtide.tiers.cipher import MasterKey
 from kvtide.tiers.departures import Departure
 from kvtide.tiers.glance import Glance
 
@@ -75,22 +76,30 @@ class _Block:
     departure: Departure | None = None
 
 
-def why_prompt(tokens: Ids, glances: Sequence[Glance], wanted: Identity, salts: Sequence[str] = ("",)) -> Why:
+def why_prompt(
+    tokens: Ids,
+    glances: Sequence[Glance],
+    wanted: Identity,
+    salts: Sequence[str] = ("",),
+    master: MasterKey | None = None,
+) -> Why:
     """Explain a prompt to a cache of identity `wanted`, asked for with `salts[0]`; the other salts are tried.
+
+    Keys of encrypted KV are found with its `master` only.
 
     Shapes: tokens [T], each 0 to 2**32 - 1.
     """
     name = wanted.digest().hex()
     own = next((one for one in glances if name.startswith(one.digest)), None)
-    size, root = wanted.block_tokens, chain_root(wanted.digest(), salts[0])
+    size, root = wanted.block_tokens, _root(wanted, salts[0], master)
     keys = chain_keys(tokens, block_tokens=size, parent=root).tolist()
     blocks = [_Block() for _ in keys]
-    others = _others(tokens, glances, wanted, salts[0], own)
+    others = _others(tokens, glances, wanted, salts[0], own, master)
     for other in others:  # the longest comes last and counts
         for block in blocks[: other.num_tokens // size]:
             block.why, block.who = OTHER_IDENTITY, other.digest
     if own is not None:
-        _fill_in(blocks, keys, own, tokens, wanted, salts[1:])
+        _fill_in(blocks, keys, own, tokens, wanted, salts[1:], master)
     reused = 0
     if own is not None:
         reused = _prefix(tokens[:-1], own, root, size)
@@ -109,11 +118,17 @@ def why_prompt(tokens: Ids, glances: Sequence[Glance], wanted: Identity, salts: 
 
 
 def _fill_in(
-    blocks: list[_Block], keys: list[bytes], own: Glance, tokens: Ids, wanted: Identity, salts: Sequence[str]
+    blocks: list[_Block],
+    keys: list[bytes],
+    own: Glance,
+    tokens: Ids,
+    wanted: Identity,
+    salts: Sequence[str],
+    master: MasterKey | None,
 ) -> None:
     """Note of each block what its own namespace knows."""
     for salt in salts:
-        root = chain_root(wanted.digest(), salt)
+        root = _root(wanted, salt, master)
         for block, key in zip(blocks, chain_keys(tokens, block_tokens=wanted.block_tokens, parent=root), strict=True):
             if key.tobytes() in own.held:
                 block.why, block.who = OTHER_SALT, salt
@@ -136,14 +151,27 @@ def _prefix(tokens: Ids, seen: Glance, root: bytes, size: int) -> int:
     return num + max((place for place, key in enumerate(rest, 1) if key in seen.held), default=0)
 
 
-def _others(tokens: Ids, glances: Sequence[Glance], wanted: Identity, salt: str, own: Glance | None) -> list[Other]:
+def _root(identity: Identity, salt: str, master: MasterKey | None) -> bytes:
+    """Return what keys of blocks are chained from."""
+    digest = identity.digest()
+    return chain_root(digest if master is None or identity.encryption != master.name else master.root(digest), salt)
+
+
+def _others(
+    tokens: Ids,
+    glances: Sequence[Glance],
+    wanted: Identity,
+    salt: str,
+    own: Glance | None,
+    master: MasterKey | None,
+) -> list[Other]:
     """Return the namespaces of other identities that hold the prompt's beginning, the longest last."""
     found = []
     for seen in glances:
         if seen is own or seen.identity is None or not seen.held:
             continue
         theirs = seen.identity
-        num = _prefix(tokens, seen, chain_root(theirs.digest(), salt), theirs.block_tokens)
+        num = _prefix(tokens, seen, _root(theirs, salt, master), theirs.block_tokens)
         if num:
             found.append(Other(seen.digest, num, differing(wanted, theirs)))
     return sorted(found, key=lambda other: other.num_tokens)
@@ -156,7 +184,7 @@ def differing(ours: Identity, theirs: Identity) -> dict[str, tuple[str, str]]:
         fields = identity.describe()
         facts = fields.pop("facts", {})
         named = {f"facts.{name}": fact for name, fact in facts.items()} if isinstance(facts, dict) else {}
-        told.append({"split": "none"} | fields | named)
+        told.append({"split": "none", "encryption": "none"} | fields | named)
     names = [name for name in dict.fromkeys([*told[0], *told[1]]) if told[0].get(name) != told[1].get(name)]
     return {name: (str(told[0].get(name, "none")), str(told[1].get(name, "none"))) for name in names}
 

@@ -57,7 +57,9 @@ class KvtideL2Adapter(L2AdapterInterface):
         capacity = parse_bytes(str(options.capacity))
         super().__init__(max_capacity_bytes=capacity)
         facts = {"engine": f"lmcache {check_version()}", "salt": options.salt[:256]}
-        shared = ChunkOptions(Path(options.directory).expanduser(), capacity, 1, "lmcache", facts)
+        shared = ChunkOptions(
+            Path(options.directory).expanduser(), capacity, 1, "lmcache", facts, master=options.master()
+        )
         self._metrics = StoresMetrics(options.metrics_port, integration="lmcache")
         self._stores = SeveralStores(shared, self._left, recorder_of=self._metrics.recorder, on_open=self._metrics.add)
         self._lock = threading.Lock()  # of all below; held for no I/O and no listener

@@ -12,6 +12,7 @@ import collections
 import contextlib
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,8 +22,10 @@ from lmcache.v1.distributed.api import ObjectKey
 
 from kvtide.blocks import KeyArray
 from kvtide.integrations.lmcache.forms import from_told, keys_of, told
+from kvtide.tiers.guard import open_file, read_file, write_whole
 from kvtide.tiers.inspect import NAMES
 
+NAMES_BYTES_MAX = 1 << 30  # of millions of chunks
 SLACK_LINES = 1000  # of chunks that are gone, before a small file is written anew
 _log = logging.getLogger("kvtide.lmcache")
 
@@ -70,12 +73,10 @@ class Names:
 
     def _write_anew(self) -> None:
         names = list(self.of.values())  # at once: others may add and take meanwhile
-        partial = self._path.with_name(NAMES + ".partial")
-        partial.write_text("".join(map(_line, names)))
-        partial.chmod(0o600)
-        partial.replace(self._path)
+        write_whole(self._path, "".join(map(_line, names)).encode())
         self._shut()
-        self._file, self._num_lines = self._path.open("a"), len(names)
+        fd = open_file(self._path, os.O_WRONLY | os.O_APPEND)
+        self._file, self._num_lines = os.fdopen(fd, "a", encoding="utf-8"), len(names)
 
     def _attempt(self, action: Callable[[], object]) -> None:
         try:
@@ -107,13 +108,13 @@ def _line(name: ObjectKey) -> str:
 def _read(path: Path) -> list[ObjectKey]:
     """Return what names a file holds; none where there is no file."""
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        lines = read_file(path, NAMES_BYTES_MAX).decode(errors="replace").splitlines()
     except OSError:
         return []
     found = []
     for line in lines:
         try:
             found.append(from_told(json.loads(line)))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             continue  # torn, or not ours
     return found

@@ -124,6 +124,7 @@ class KvtideStorage(HiCacheStorage):
             name[:256],
             facts_of(self._config, self._options.salt),
             digest_of_weights(name.removesuffix(f"-{tag}")),
+            master=self._options.master(),
         )
 
     def _store_of(self, name: str) -> ChunkStore | None:

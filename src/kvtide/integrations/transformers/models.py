@@ -78,7 +78,8 @@ def load(ref: str | None, *, dtype: str | None, cache_dir: Path, device: str = "
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         torch_dtype = _TORCH_DTYPES[wanted] if wanted else "auto"
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype, trust_remote_code=False).eval()
+        options = {"dtype": torch_dtype, "trust_remote_code": False, "use_safetensors": True}  # no code, no pickle
+        model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
     except Exception as error:  # a folder of garbage makes its many parsers raise anything
         raise ConfigError(
             f"cannot load a model from {folder}: {_line(error)}; type --model with a model's folder"

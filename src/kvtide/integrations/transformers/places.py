@@ -14,9 +14,10 @@ from kvtide.cache.windows import DeviceArena
 from kvtide.errors import UnsupportedError
 from kvtide.integrations.transformers.models import LoadedModel
 from kvtide.spec import Identity, SlotLayout
+from kvtide.tiers.cipher import MasterKey
 from kvtide.tiers.contract import Tier
 from kvtide.tiers.dial import open_remote
-from kvtide.tiers.namespace import OpenNamespace, open_namespace
+from kvtide.tiers.namespace import OpenNamespace, cipher_for, open_namespace
 from kvtide.tiers.remote import RemoteTier
 from kvtide.tiers.stacked import StackedTier
 from kvtide.trace.record import Recorder
@@ -34,12 +35,17 @@ class Below:
     """
 
     def __init__(
-        self, identity: Identity, layout: SlotLayout, options: StoreOptions, recorder: Recorder | None
+        self,
+        identity: Identity,
+        layout: SlotLayout,
+        options: StoreOptions,
+        recorder: Recorder | None,
+        master: MasterKey | None,
     ) -> None:
         self.namespace: OpenNamespace | None = None
         self.remote: RemoteTier | None = None
         if options.remote is not None:
-            self.remote = open_remote(options.remote, layout, identity.digest())
+            self.remote = open_remote(options.remote, layout, identity.digest(), cipher=cipher_for(identity, master))
         if options.directory is not None and options.disk_bytes:
             self.namespace = open_namespace(
                 options.directory,
@@ -50,6 +56,7 @@ class Below:
                 depth_max=options.depth_max,
                 recorder=recorder,
                 gap_bytes_max=options.gap_bytes_max,
+                master=master,
             )
         self.tier: Tier | None = self.namespace.tier if self.namespace else None
         if self.remote is not None:

@@ -10,7 +10,7 @@ Plain `model.generate(ids, cache=session.kv)` works too while the store is open.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -33,6 +33,7 @@ from kvtide.select.contract import Budget, RebuildsKeys
 from kvtide.select.full import Full
 from kvtide.select.names import make_selector
 from kvtide.spec import KVShape, SlotLayout, Split, auto_group_blocks
+from kvtide.tiers.cipher import MasterKey
 from kvtide.trace.record import Recorder
 
 KNEE_BYTES = 128 << 10  # where the drives measured in benchmarks/group_size stop gaining from larger reads
@@ -59,6 +60,7 @@ class StoreOptions:
     split: Split = "none"  # how layers are cut into fragments: none, kv or head
     gap_bytes_max: int = 0  # how far apart fragments may lie in the file that are read together
     adapter: str = ""
+    key_file: Path | None = None  # encrypts what lies below DRAM (docs/security.md)
     engine: str = "auto"
     depth_max: int = 64  # operations in flight
     write_policy: Literal["through", "back"] = "through"
@@ -88,16 +90,21 @@ class KvStore:
         self.loaded, self.options = loaded, options
         shape = KVShape.of(as_kept_by_transformers(loaded), loaded.dtype)
         group = options.group_blocks or auto_group_blocks(shape, options.block_tokens, options.knee_bytes)
-        self.layout = SlotLayout(shape, options.block_tokens, group, options.split)
+        master = MasterKey.read(options.key_file) if options.key_file is not None else None
+        self.layout = SlotLayout(shape, options.block_tokens, group, options.split, is_encrypted=master is not None)
         self.identity = loaded.identity(self.layout, adapter=options.adapter)
+        if master is not None:
+            self.identity = replace(self.identity, encryption=master.name)
+        digest = self.identity.digest()
+        self.root = digest if master is None else master.root(digest)  # what keys of blocks are chained from
         check_dram(self.layout, options.dram_bytes)  # before the file tier reserves its room
         self._arena, self._tensor = device_memory(options.device_bytes, loaded.model.device)
-        self._below = Below(self.identity, self.layout, options, recorder)
+        self._below = Below(self.identity, self.layout, options, recorder, master)
         self.namespace, self.remote, self.tier = self._below.namespace, self._below.remote, self._below.tier
         try:
             self.cache = TieredCache(
                 self.layout,
-                self.identity.digest(),
+                self.root,
                 self._arena,
                 CacheOptions(
                     dram_bytes=options.dram_bytes,

@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvtide.chunks import LOAD, STORE, ChunkOptions, ChunkStore, Transfer, fold
 from kvtide.chunks.transfer import Kind
 from kvtide.errors import ConfigError
-from kvtide.integrations.options import CAPACITY
+from kvtide.integrations.options import CAPACITY, master_in
 from kvtide.integrations.vllm.facts import facts_of, revision_of
 from kvtide.integrations.vllm.known import KnownChunks
 from kvtide.integrations.weights import digest_of_weights
@@ -61,7 +61,8 @@ class KvtideTier(SecondaryTierManager):
     `capacity` bounds the file, as bytes or `64GiB`. `salt` parts tenants that share a directory.
     `model_facts` is any text that names what vLLM was told of the model and does not show here, such as --hf-overrides
     and --revision; `KvtideConnector` needs none.
-    `metrics_port` is where kvtide's own metrics are served, as a port or `HOST:PORT`; None: nowhere.
+    `metrics_port` is where kvtide's own metrics are served, as a port or `HOST:PORT`; None: nowhere. `key_file` has the
+    key that chunks are encrypted with on disk; None: they are not.
     `enable_kv_events` has vLLM publish what is stored here and what is given up, where it publishes KV events at all;
     `locality`, LOCAL or REMOTE, is what they say of where `directory` lies, and what requests may choose tiers by.
 
@@ -80,6 +81,7 @@ class KvtideTier(SecondaryTierManager):
         salt: str = "",
         metrics_port: str | int | None = None,
         model_facts: str = "",
+        key_file: str | None = None,
         backpressure_detector: Any = None,
         locality: str | None = None,
         enable_kv_events: bool = False,
@@ -100,6 +102,7 @@ class KvtideTier(SecondaryTierManager):
                 config.model.name[:256],
                 facts_of(offloading_spec, salt, model_facts),
                 digest_of_weights(config.model.name, revision_of(offloading_spec)),
+                master=master_in(key_file),
             ),
             self._known.gone,
             recorder=recorder,
