@@ -43,7 +43,7 @@ MARKER = "kvtide-store"
 PACE, PACE_BYTES_MAX = "pace.json", 4096
 MARKER_TEXT = '{"format": "kvtide store", "version": 1}\n'
 DIGEST_CHARS = 32
-_FILE_MAGIC, _CHECKPOINT_MAGIC = b"KVTFILE", b"KVTCHKPT"
+_FILE_MAGIC, _CHECKPOINT_MAGIC = b"KVTFILE", b"KVTCHKP2"
 _SUPER = np.dtype(
     [
         ("magic", "S8"),
@@ -54,7 +54,9 @@ _SUPER = np.dtype(
         ("identity", KEY),
     ]
 )
-_CHECKPOINT = np.dtype([("magic", "S8"), ("version", "<u4"), ("header_bytes", "<u4"), ("num_slots", "<u8")])
+_CHECKPOINT = np.dtype(
+    [("magic", "S8"), ("version", "<u4"), ("header_bytes", "<u4"), ("num_slots", "<u8"), ("sequence", "<u8")]
+)
 
 
 @dataclass(slots=True)
@@ -331,7 +333,7 @@ def _write_whole(path: Path, content: bytes) -> None:
 def write_checkpoint(path: Path, tier: FileTier) -> None:
     """Leave what the next owner would otherwise have to scan for; where that fails, it scans."""
     slots, pages = tier.headers()
-    head = np.array([(_CHECKPOINT_MAGIC, FORMAT_VERSION, pages.shape[1], tier.num_slots)], _CHECKPOINT)
+    head = np.array([(_CHECKPOINT_MAGIC, FORMAT_VERSION, pages.shape[1], tier.num_slots, tier.sequence)], _CHECKPOINT)
     body = b"".join(
         [
             head.tobytes(),
@@ -381,6 +383,7 @@ def adopt_checkpoint(body: bytes, tier: FileTier, layout: SlotLayout, identity_d
     num_slots = min(tier.num_slots, len(flags))
     tier.table.has_header[:num_slots] = flags[:num_slots]
     tier.adopt(slots, decoded, kept)
+    tier.write_after(int(head["sequence"]))
     return True
 
 
