@@ -1,4 +1,4 @@
-"""What one worker of a soak does with a tiered cache, every byte of attention compared; and many openings. Next: soak."""
+"""What one worker of a soak does with a tiered cache, all of attention compared; and many openings. Next: soak."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import threading
 import time
 from pathlib import Path
 
-import _paths  # noqa: F401 - first, for what comes from tests
 import numpy as np
 import psutil
+
+import _paths  # noqa: F401 - first, for what comes from tests
 from _chunk_life import NUM_KEYS as NUM_CHUNKS
 from _chunk_life import SHAPES, ChunkLife
 from _places import Disk
 from _tier_life import NUM_KEYS, TierLife
 from kvhelp import Walker, small_cache
-from oracle import Ledger
-from simkv import check_cache
-
 from kvtide.cache import TieredCache
 from kvtide.cache.sequence import Sequence
 from kvtide.errors import IoError
 from kvtide.spec import SlotLayout
+from oracle import Ledger
+from simkv import check_cache
 
 NUM_PROMPTS, TOKENS_MAX, LIVE_MAX = 8, 60, 4
 OPERATIONS = {
@@ -98,7 +98,8 @@ class CacheLife:
         try:
             self._walker.step([sequence], [tokens])
         except IoError as error:
-            assert error.errno == errno.ENOSPC, error  # what live sequences hold fills all there is
+            if error.errno != errno.ENOSPC:  # what live sequences hold fills all there is
+                raise
             self._cache.abort_step(sequence)
             return
         self._ledger.add("verified_bytes", (sequence.num_tokens - len(tokens)) * 512 * self._layout.num_layers)

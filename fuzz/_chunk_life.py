@@ -1,4 +1,4 @@
-"""What one worker of a soak does with a chunk store: many transfers at once, every chunk compared. Next: _cache_life."""
+"""What one worker of a soak does with a chunk store: many transfers at once, all compared. Next: _cache_life."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import threading
 import time
 from pathlib import Path
 
-import _paths  # noqa: F401 - first, for what comes from tests
 import numpy as np
 import numpy.typing as npt
-from engines import Memory
-from oracle import Ledger, WrongStoreError, keys_of, seed_of, values_of, versions_in
-from simkv import check_slots
 
+import _paths  # noqa: F401 - first, for what comes from tests
+from engines import Memory
 from kvtide.blocks import KeyArray
 from kvtide.chunks import LOAD, STORE, ChunkOptions, ChunkStore, Transfer
 from kvtide.tiers.contract import FULL, MISSING, OK
 from kvtide.tiers.inspect import OUR_FILES
+from oracle import Ledger, WrongStoreError, keys_of, seed_of, values_of, versions_in
+from simkv import check_slots
 
 NUM_KEYS, BATCH_MAX, NUM_BATCHES = 120, 8, 4
 SHAPES = (8192, ()), (5000, ()), (12288, (8192, 4096)), (300, (100, 200))

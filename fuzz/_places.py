@@ -10,12 +10,11 @@ import os
 import random
 from pathlib import Path
 
-import _paths  # noqa: F401 - first, for what comes from tests
 import numpy as np
 import numpy.typing as npt
-from kvhelp import open_small, small_identity
-from simkv import MODEL
 
+import _paths  # noqa: F401 - first, for what comes from tests
+from kvhelp import open_small, small_identity
 from kvtide.io.drive import SimDrive
 from kvtide.io.ops import PAGE_BYTES, Batch, Completions, Engine
 from kvtide.io.sim import Faults, SimEngine, VirtualClock
@@ -23,6 +22,7 @@ from kvtide.spec import SlotLayout
 from kvtide.tiers.file import FileTier
 from kvtide.tiers.inspect import OUR_FILES
 from kvtide.tiers.namespace import OpenNamespace
+from simkv import MODEL
 
 FAULTS = Faults(short=0.01, eio=0.01, enospc=0.01, torn=0.01, flipped=0.01, reordered=0.2, delayed=0.1)
 

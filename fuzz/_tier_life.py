@@ -9,20 +9,20 @@ import resource
 import time
 from pathlib import Path
 
-import _paths  # noqa: F401 - first, for what comes from tests
 import numpy as np
 import numpy.typing as npt
-from _places import Disk, Drive
-from oracle import Book, Ledger, WrongStoreError
-from simkv import check_slots
 
+import _paths  # noqa: F401 - first, for what comes from tests
+from _places import Disk, Drive
 from kvtide.errors import IoError
 from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK
 from kvtide.tiers.file import FileTier
+from oracle import Book, Ledger, WrongStoreError
+from simkv import check_slots
 
 NUM_KEYS = 60
 SLOTS = 10, 16, 24
-OPERATIONS = {"put": 30, "get": 30, "drop": 10, "get_all": 2, "reopen": 2, "lose": 1, "resize": 1}
+OPERATIONS = {"put": 30, "get": 30, "drop": 10, "get_all": 2, "reopen": 2, "lose": 1, "resize": 1, "fork": 1}
 FAULTY = {"fail_for_a_while": 2, "limit_for_a_while": 2, "fill_the_disk": 1}
 
 
@@ -176,6 +176,29 @@ class TierLife:
                     self._ledger.expose(np.array([number]))
         self._ledger.add("verified_bytes", num_bytes)
 
+    def _fork(self) -> None:
+        """Let a child try to use what it must not, and close its copy: nothing changes here."""
+        space = self._place.space
+        if space is None:
+            return
+        pid = os.fork()
+        if not pid:
+            refused = 0
+            for action in (
+                lambda: self._book.read(self._tier, np.array(list(self._held) or [0])),
+                lambda: self._tier.drop(self._book.keys),
+            ):
+                try:
+                    action()
+                except IoError as error:
+                    refused += error.errno == errno.EPERM
+            space.close()
+            os._exit(0 if refused == 2 or (refused and not self._held) or not self._held else 1)
+        assert os.waitpid(pid, 0)[1] == 0, "a forked child could use its parent's store"
+        self._ledger.add("forks")
+        self._get_all()
+        check_slots(self._tier)
+
     # Faults
 
     def _busy(self) -> None:
@@ -225,7 +248,8 @@ class TierLife:
             try:
                 self._place.open(10 * max(SLOTS))
             except IoError as error:
-                assert error.errno == errno.ENOSPC, error
+                if error.errno != errno.ENOSPC:
+                    raise
                 self._ledger.add("faults")
             else:
                 raise WrongStoreError("grew on a full disk")

@@ -10,11 +10,13 @@ import signal
 import subprocess
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import _paths  # noqa: F401 - first, for what comes from tests
 import numpy as np
+
+import _paths  # noqa: F401 - first, for what comes from tests
 from _cache_life import CacheLife, OpeningLife
 from _chunk_life import NUM_KEYS as NUM_CHUNKS
 from _chunk_life import ChunkLife
@@ -191,7 +193,7 @@ class Herd:
 
 
 @contextlib.contextmanager
-def small_filesystem(folder: Path):  # noqa: ANN201
+def small_filesystem(folder: Path) -> Iterator[Path | None]:
     """Mount a file system of a few MiB; yield its place, None where that is not allowed."""
     image, place = folder / "small.img", folder / "small"
     place.mkdir()

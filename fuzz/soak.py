@@ -23,13 +23,13 @@ from typing import Any
 import _paths  # noqa: F401 - first, for what comes from tests and benchmarks
 from _bench import environment, write_result
 from _workers import ROLES, Herd, Worker, small_filesystem
-
 from kvtide.errors import KvtideError
 from kvtide.tiers.inspect import find_namespaces
 from kvtide.tiers.verify import verify_namespace
 
 LIFE_S, KILL_LIFE_S = 20.0, 0.25
 POLL_S = 0.002
+SHARED_MEMORY = Path("/dev") / "shm"
 GROWTH_BYTES_MAX = 512  # of one opening: an object that stays behind with each would be more
 GROWTH_FLOOR_BYTES = 8 << 20  # of all openings: less is the allocator's
 
@@ -70,12 +70,12 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
         rng = random.Random(args.seed)
         only_kills = bool(args.kills)
         herd = Herd(workers, rng, only_kills=only_kills, life_s_max=KILL_LIFE_S if only_kills else LIFE_S)
-        began, num_fds = time.monotonic(), len(os.listdir("/proc/self/fd"))
+        began, num_fds = time.monotonic(), num_open_files()
         try:
             watch(herd, args, began)
         finally:
             herd.end()
-        found = leaks(folder, workers, len(os.listdir("/proc/self/fd")) - num_fds)
+        found = leaks(folder, workers, num_open_files() - num_fds)
         verified = verify(workers)
         payload = result(args, herd, time.monotonic() - began) | {"leaks": found, "verified_at_the_end": verified}
     if not payload["failures"] and not found["found"]:
@@ -116,6 +116,11 @@ def watch(herd: Herd, args: argparse.Namespace, began: float) -> None:
             print(f"{(now - began) / 60:.0f} min: {herd.toll.signals}, {total(herd, 'operations')} operations, "
                   f"{total(herd, 'verified_bytes') >> 20} MiB compared", file=sys.stderr, flush=True)  # fmt: skip
         time.sleep(POLL_S)
+
+
+def num_open_files() -> int:
+    """Return the descriptors of this process."""
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def total(herd: Herd, name: str) -> int:
@@ -160,7 +165,7 @@ def leaks(folder: Path, workers: list[Worker], num_fds: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "parent_descriptors": num_fds,
         "temporary_files": sorted(path.name for path in (folder / "tmp").iterdir()),
-        "shared_memory": sorted(path.name for path in Path("/dev/shm").glob("*kvtide*")),
+        "shared_memory": sorted(path.name for path in SHARED_MEMORY.glob("*kvtide*")),
         "locks": sorted(str(path) for root in roots for path in root.rglob("owner.lock") if is_locked(path)),
         "partial_files": sorted(str(path) for root in roots for path in root.rglob("*.partial")),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import mmap
 
 import numpy as np
@@ -33,7 +34,7 @@ def seed_of(
 
 
 def values_of(seeds: npt.NDArray[np.uint64], num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return `num_bytes` for each seed: the seed, then SplitMix64's numbers from it. Shapes: [n]; returns [n, bytes]."""
+    """Return `num_bytes` a seed: the seed, then SplitMix64's numbers from it. Shapes: [n]; returns [n, bytes]."""
     words = seeds[:, None] * np.uint64(_GOLDEN) + np.arange(-(-num_bytes // 8), dtype=np.uint64) * np.uint64(_GOLDEN)
     words = (words ^ words >> np.uint64(30)) * np.uint64(_FIRST)
     words = (words ^ words >> np.uint64(27)) * np.uint64(_SECOND)
@@ -140,7 +141,7 @@ class Book:
 
     def _parts(self, rows: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
         bounds = self._starts.astype(int).tolist()
-        return [rows[:, first:last] for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [rows[:, first:last] for first, last in itertools.pairwise(bounds)]
 
     def write(
         self, tier: Tier, numbers: npt.NDArray[np.integer], versions: npt.NDArray[np.integer]

@@ -114,7 +114,7 @@ class FileTier:
         return self._sequence
 
     def write_after(self, sequence: int) -> None:
-        """Give what is written from here on numbers beyond `sequence`: headers of dropped groups may lie in the file."""
+        """Number what is written from here on beyond `sequence`: headers of dropped groups may lie in the file."""
         self._sequence = max(self._sequence, sequence)
 
     def headers(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
