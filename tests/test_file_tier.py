@@ -291,6 +291,32 @@ def test_a_slot_dropped_before_a_clean_close_is_wiped_before_it_is_used_again(tm
     space.close()
 
 
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_what_is_stored_again_wins_over_what_was_dropped_before(tmp_path: Path, *, is_readable: bool) -> None:
+    """The dropped one's header is still in the file, behind the new one's, when a later owner scans."""
+    space = open_small(tmp_path, LAYOUT, 8)
+    GROUPS.write(space.tier, KEYS[:2], [0, 1])
+    space.tier.drop(np.frombuffer(b"".join(KEYS[:2]), KEY))
+    if is_readable:
+        space.close()
+        space = open_small(tmp_path, LAYOUT, 8)
+        assert space.was_clean
+        tier = space.tier
+    else:  # an owner that could read no header
+        tier = FileTier(space.engine, space.fd, LAYOUT, small_identity(LAYOUT).digest(), 8)
+        tier._io.engine = BadPage(space.engine, 4096 + LAYOUT.slot_bytes)
+        tier.scan()
+        tier._io.engine = space.engine
+        assert tier.stats().num_failed == 1
+    assert GROUPS.write(tier, KEYS[1:2], [2]) == [OK]
+    again = FileTier(space.engine, space.fd, LAYOUT, small_identity(LAYOUT).digest(), 8)
+    again.scan()
+    statuses, parts = GROUPS.read_group(again, KEYS[1])
+    assert set(statuses) == {OK}
+    assert GROUPS.version_of(KEYS[1], parts, [1, 2]) == 2
+    space.close()
+
+
 @pytest.mark.parametrize("is_clean", [True, False])
 def test_capacity_may_change_between_openings(tmp_path: Path, *, is_clean: bool) -> None:
     path = store(tmp_path, 6, 6)

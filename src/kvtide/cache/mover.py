@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from kvtide.errors import ConfigError
+from kvtide.io.process import Opener
 
 DEMAND, PREFETCH, WRITE_BACK, WARM = 0, 1, 2, 3
 
@@ -30,6 +31,7 @@ class Mover:
         self._order = itertools.count()
         self._is_busy = False
         self._is_closed = False
+        self._opener = Opener()
         self._thread = threading.Thread(target=self._run, name="kvtide-mover", daemon=True)
         self._thread.start()
 
@@ -40,13 +42,14 @@ class Mover:
     @property
     def is_closed(self) -> bool:
         """Whether it takes no more jobs."""
-        return self._is_closed
+        return self._is_closed or not self._opener.is_here
 
     def submit(self, job: Callable[[], object], priority: int) -> Future[object]:
         """Queue `job`; its result or exception comes through the future.
 
-        Raises: ConfigError after `close`.
+        Raises: ConfigError after `close`; IoError in a process forked from the one that made it.
         """
+        self._opener.check("this cache")
         future: Future[object] = Future()
         with self._ready:
             if self._is_closed:
@@ -66,6 +69,7 @@ class Mover:
 
     def drain(self) -> None:
         """Return when nothing is queued and nothing runs; warming does not count, it changes nothing."""
+        self._opener.check("this cache")
         with self._ready:
             self._ready.wait_for(lambda: all(item[0] == WARM for item in self._heap) and not self._is_busy)
 
@@ -73,8 +77,10 @@ class Mover:
         """Finish what is queued, then stop the thread. Idempotent.
 
         Interrupted, it gives up what is queued but still waits for the job that runs: when this returns or raises,
-        nothing uses the tiers any more.
+        nothing uses the tiers any more. In a forked child, where it has no thread, it does nothing.
         """
+        if not self._opener.is_here:
+            return
         interrupted: KeyboardInterrupt | None = None
         with self._ready:
             self._is_closed = True

@@ -27,6 +27,7 @@ from kvtide.chunks.records import ChunkCounts, last_of, records_of
 from kvtide.chunks.transfer import LOAD, STORE, Kind, Move, Transfer, take_some, tell
 from kvtide.errors import IoError
 from kvtide.evict import Lru
+from kvtide.io.process import Opener
 from kvtide.tiers.contract import FAILED, FULL, OK, READ_REQUEST, Statuses, TierStats
 from kvtide.tiers.namespace import open_namespace
 from kvtide.trace.record import Recorder
@@ -62,6 +63,7 @@ class ChunkStore:
         self.path = self._space.path
         self._touched: collections.deque[KeyArray] = collections.deque(maxlen=_TOUCHES_MAX)
         self._pins = Pins()
+        self._opener = Opener()
         self._actions: collections.deque[Callable[[], object]] = collections.deque()
         self._queues: dict[Kind, collections.deque[Transfer]] = {LOAD: collections.deque(), STORE: collections.deque()}
         self._ready = threading.Condition()
@@ -156,6 +158,7 @@ class ChunkStore:
         Raises: IoError after `close`; ConfigError for another number of pieces.
         """
         transfer.check_pieces(len(self._options.pieces()))
+        self._check_process()
         with self._ready:
             self._check_open()
             if len(transfer.keys):
@@ -192,16 +195,24 @@ class ChunkStore:
 
     def drain(self) -> None:
         """Return when every transfer is done."""
+        self._check_process()
         with self._ready:
             self._ready.wait_for(lambda: not self._num_open)
 
     def close(self) -> None:
-        """Finish what was begun, then give up file and lock. Idempotent."""
-        with self._ready:
-            self._is_closed = True
-            self._ready.notify_all()
-        self._worker.join()
+        """Finish what was begun, then give up file and lock. Idempotent.
+
+        A forked child only gives up its copies: the store stays its parent's.
+        """
+        if self._opener.is_here:
+            with self._ready:
+                self._is_closed = True
+                self._ready.notify_all()
+            self._worker.join()
         self._space.close()
+
+    def _check_process(self) -> None:
+        self._opener.check(f"the store {self.path}")
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -209,6 +220,7 @@ class ChunkStore:
 
     def _between(self, action: Callable[[], object]) -> None:
         """Run `action` on the worker, between batches, and wait for it; pass on what it raises."""
+        self._check_process()
         done, raised = threading.Event(), []
 
         def run() -> None:

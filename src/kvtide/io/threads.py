@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from kvtide.errors import ConfigError
 from kvtide.io.ops import COMPLETION, FSYNC, OP, READ, WRITE, Batch, Completions
+from kvtide.io.process import Opener
 from kvtide.io.vectors import Vectors, read_vectors, remaining_vectors
 
 DEPTH_MAX = 1024  # beyond this, threads cost more than they hide
@@ -49,6 +50,7 @@ class ThreadEngine:
         self.depth_max = depth_max
         self.fallback_reason = fallback_reason
         self._clock_ns = clock_ns
+        self._opener = Opener()
         self._work: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
@@ -87,10 +89,12 @@ class ThreadEngine:
         """Do nothing: threads gain nothing from pinned memory."""
 
     def close(self) -> None:
-        """Wait for every operation taken and end the threads. Idempotent."""
+        """Wait for every operation taken and end the threads. Idempotent. A forked child has none of them."""
         if self._closed:
             return
         self._closed = True
+        if not self._opener.is_here:
+            return
         for _ in self._threads:  # the queue is first in, first out: every operation is done before a thread ends
             self._work.put(b"")
         for thread in self._threads:
@@ -107,6 +111,7 @@ class ThreadEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("this engine is closed; make a new one with `open_engine`")
+        self._opener.check("this engine")
 
     def _run(self) -> None:
         """Take operations until the empty row, which ends this thread."""

@@ -29,6 +29,7 @@ import numpy.typing as npt
 from kvtide.errors import ConfigError, IoError
 from kvtide.io.entries import FSYNC_DATASYNC, Continued, Words, encode, shift
 from kvtide.io.ops import COMPLETION, FSYNC, OP, Batch, Completions, address_of
+from kvtide.io.process import Opener
 from kvtide.io.ring import ENTRIES_MAX, SQE_BYTES, Ring
 from kvtide.io.vectors import Regions
 
@@ -65,6 +66,7 @@ class UringEngine:
         self.depth_max = depth_max
         self.fallback_reason = ""
         self._clock_ns = clock_ns
+        self._opener = Opener()
         self._ring = Ring(depth_max)
         self._free = np.arange(depth_max - 1, -1, -1)  # a stack of slots; slot 0 is taken first
         self._free_num = depth_max
@@ -85,8 +87,7 @@ class UringEngine:
 
     def submit(self, batch: Batch) -> None:
         """Start what fits; see `Engine`."""
-        if self._ring.fd < 0:
-            self._check_open()
+        self._check_open()
         if batch.dtype is not OP or not batch.flags.c_contiguous:
             batch = np.ascontiguousarray(batch, OP)
         num = len(batch)
@@ -104,8 +105,7 @@ class UringEngine:
 
     def reap(self, wait_num: int = 0) -> Completions:
         """Return what is done; see `Engine`. Operations that waited for a slot start here."""
-        if self._ring.fd < 0:
-            self._check_open()
+        self._check_open()
         part = self._take()
         if part is None and self._free_num < self.depth_max:
             self._wait(wait_num)
@@ -149,10 +149,13 @@ class UringEngine:
             self._regions.add(first, last)
 
     def close(self) -> None:
-        """Wait for every operation taken, then unmap and close the ring. Idempotent."""
+        """Wait for every operation taken, then unmap and close the ring. Idempotent.
+
+        A forked child gives up its copy and waits for nothing: what is in flight is its parent's.
+        """
         if self._ring.fd < 0:
             return
-        while self._outstanding():
+        while self._opener.is_here and self._outstanding():
             self.reap(self._outstanding())
         self._ring.close()
 
@@ -165,6 +168,7 @@ class UringEngine:
     def _check_open(self) -> None:
         if self._ring.fd < 0:
             raise ConfigError("this engine is closed; make a new one with `open_engine`")
+        self._opener.check("this engine")
 
     def _in_flight(self) -> int:
         return self.depth_max - self._free_num

@@ -18,14 +18,16 @@ from kvtide.tiers.guard import partial_of, read_file, write_whole
 from kvtide.tiers.header import FORMAT_VERSION, HeaderCodec
 
 CHECKPOINT = "checkpoint.kvt"
-_MAGIC = b"KVTCHKPT"
-_HEAD = np.dtype([("magic", "S8"), ("version", "<u4"), ("header_bytes", "<u4"), ("num_slots", "<u8")])
+_MAGIC = b"KVTCHKP2"
+_HEAD = np.dtype(
+    [("magic", "S8"), ("version", "<u4"), ("header_bytes", "<u4"), ("num_slots", "<u8"), ("sequence", "<u8")]
+)
 
 
 def write_checkpoint(path: Path, tier: FileTier) -> None:
     """Leave what the next owner would otherwise have to scan for; where that fails, it scans."""
     slots, pages = tier.headers()
-    head = np.array([(_MAGIC, FORMAT_VERSION, pages.shape[1], tier.num_slots)], _HEAD)
+    head = np.array([(_MAGIC, FORMAT_VERSION, pages.shape[1], tier.num_slots, tier.sequence)], _HEAD)
     body = b"".join(
         [
             head.tobytes(),
@@ -86,6 +88,7 @@ def adopt_checkpoint(body: bytes, tier: FileTier, layout: SlotLayout, identity_d
     num_slots = min(tier.num_slots, len(flags))
     tier.table.has_header[:num_slots] = flags[:num_slots]
     tier.adopt(slots, decoded, kept)
+    tier.write_after(int(head["sequence"]))
     return True
 
 

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvtide.blocks import KEY
+from kvtide.io.process import Opener
 from kvtide.tiers.contract import REASONS, GroupRecords, Reason
 from kvtide.tiers.guard import open_file
 
@@ -55,6 +56,7 @@ class Departures:
         self._pending: list[npt.NDArray[np.void]] = []
         self._fd = -1
         self._next = 0
+        self._opener = Opener()
         self.num_lost = 0  # records that could not be written
 
     def note(self, records: GroupRecords, reason: Reason, sequences: npt.NDArray[np.uint64] | None = None) -> None:
@@ -84,9 +86,13 @@ class Departures:
         return rows
 
     def flush(self) -> None:
-        """Write what was noted."""
+        """Write what was noted.
+
+        Raises: IoError in a process forked from the one that made this.
+        """
         if not self._pending:
             return
+        self._opener.check(f"the store {self._path.parent}")
         rows = np.concatenate(self._pending)[-self._num_max :]
         self._pending.clear()
         try:

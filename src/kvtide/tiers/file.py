@@ -36,6 +36,7 @@ from kvtide.tiers.slots import SlotTable
 from kvtide.trace.record import Recorder
 
 SCAN_SLOTS = 512  # headers read at once when opening
+SEQUENCES_UNSEEN = 1 << 40  # more than one owner writes: what a header that cannot be read may have as its number
 PORTION_BYTES = 8 << 20  # written at once where slots are packed: several operations of the largest size
 
 Written = tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64], npt.NDArray[np.uint8]]
@@ -108,6 +109,8 @@ class FileTier:
             self.table.has_header[slots[~good]] = True  # for all we know
             decoded = self._codec.decode(pages[: len(slots)])
             self.adopt(slots, decoded, decoded.valid & good)
+        if self._stats.num_failed:  # what is written from here on must win over what could not be read, once it can be
+            self.write_after(self._sequence + SEQUENCES_UNSEEN)
 
     def adopt(self, slots: npt.NDArray[np.int64], decoded: Decoded, kept: npt.NDArray[np.bool_]) -> None:
         """Take over the `kept` of slots that a former owner filled; of two with one key the later one wins."""
@@ -121,7 +124,16 @@ class FileTier:
                 self._release(slot)  # slots are scanned in order of place, not of time
             else:
                 self._own(key, slot)
-        self._sequence = max(self._sequence, int(sequences.max(initial=0)))
+        self.write_after(int(sequences.max(initial=0)))
+
+    @property
+    def sequence(self) -> int:
+        """The number of the newest group, whether it is still there or not."""
+        return self._sequence
+
+    def write_after(self, sequence: int) -> None:
+        """Number what is written from here on beyond `sequence`: headers of dropped groups may lie in the file."""
+        self._sequence = max(self._sequence, sequence)
 
     def headers(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
         """Return the used slots and their header pages: what a checkpoint keeps. Shapes: [n], [n, header_bytes]."""

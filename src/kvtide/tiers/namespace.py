@@ -18,7 +18,7 @@ import errno
 import json
 import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from kvtide.blocks import KEY
 from kvtide.errors import ConfigError, FormatError, IoError, ShortIo
 from kvtide.io.opening import open_engine
 from kvtide.io.ops import PAGE_BYTES, READ, WRITE, Engine, aligned_buffer
+from kvtide.io.process import Opener
 from kvtide.io.uring import UringEngine
 from kvtide.spec import Identity, SlotLayout
 from kvtide.tiers.checkpoint import take_checkpoint, write_checkpoint
@@ -45,7 +46,7 @@ from kvtide.tiers.guard import (
     write_whole,
 )
 from kvtide.tiers.header import FORMAT_VERSION
-from kvtide.tiers.owner import lock, named
+from kvtide.tiers.owner import lock, named, unlock
 from kvtide.tiers.slotio import move_page
 from kvtide.trace.record import Recorder
 from kvtide.units import format_bytes, printable
@@ -82,6 +83,7 @@ class OpenNamespace:
     fd: int
     lock_fd: int
     departures: Departures
+    opener: Opener = field(default_factory=Opener)
 
     def read_pace(self) -> str:
         """Return what the last owner noted of its pace, cut short; empty where nothing is to be read."""
@@ -92,22 +94,26 @@ class OpenNamespace:
 
     def write_pace(self, text: str) -> None:
         """Note the pace for the next owner, while the lock is held; where that fails, it measures anew."""
-        if self.fd < 0:
+        if self.fd < 0 or not self.opener.is_here:
             return
         with contextlib.suppress(OSError):
             write_whole(self.path / PACE, text.encode())
 
     def close(self) -> None:
-        """Leave a checkpoint, then give up engine, file and lock. Idempotent."""
+        """Leave a checkpoint, then give up engine, file and lock. Idempotent.
+
+        A forked child only gives up its copies: store and lock stay its parent's.
+        """
         if self.fd < 0:
             return
         try:
             self.engine.close()
-            self.departures.close()
-            write_checkpoint(self.path, self.tier)
+            if self.opener.is_here:
+                self.departures.close()
+                write_checkpoint(self.path, self.tier)
         finally:
             os.close(self.fd)
-            os.close(self.lock_fd)
+            unlock(self.lock_fd)
             self.fd = self.lock_fd = -1
 
 
@@ -179,7 +185,7 @@ def open_namespace(
     except BaseException:
         if fd >= 0:
             os.close(fd)
-        os.close(lock_fd)
+        unlock(lock_fd)
         raise
     name = "uring" if isinstance(backend, UringEngine) else "threads"
     return OpenNamespace(path, tier, backend, name, is_direct, was_clean, fd, lock_fd, departures)

@@ -1,7 +1,12 @@
-"""Who owns a namespace: one process, for as long as it holds an flock. Next: namespace."""
+"""Who owns a namespace: one process, for as long as it holds an flock. Next: namespace.
+
+A forked child shares the lock of its parent, and would keep it when the parent is gone. So it gives up its share at
+once, and the parent unlocks what it gives back, for children that were forked past Python.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -15,6 +20,7 @@ from kvtide.tiers.guard import open_file
 from kvtide.units import printable
 
 _PAUSES_S = 0.002, 0.008, 0.02, 0.02
+_held: set[int] = set()  # descriptors of locks, which a forked child closes; one a process, as its descriptors are
 
 
 @contextmanager
@@ -51,7 +57,26 @@ def lock(path: Path) -> int:
         raise IoError(errno.EBUSY, f"{path} is being removed by another process; try again")
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    _held.add(fd)
     return fd
+
+
+def unlock(fd: int) -> None:
+    """Give back what `lock` returned. In a forked child, which has given it up, nothing."""
+    if fd in _held:
+        _held.remove(fd)
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
+
+def _give_up() -> None:
+    for fd in _held:
+        os.close(fd)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_give_up)
 
 
 def _try_lock(fd: int) -> None:
@@ -73,7 +98,7 @@ def locked(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(fd)
+        unlock(fd)
 
 
 def _is_at(fd: int, path: Path) -> bool:
