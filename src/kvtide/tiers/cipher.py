@@ -106,6 +106,8 @@ class Cipher:
     ) -> U8:
         """Encrypt parts of groups from `sources` to `targets`; return the proofs that headers keep.
 
+        Behind each target 16 bytes are used: targets ascend, so what lies there is written later, or is spare.
+
         Shapes: records, sequences, places [n]; parts [P], their numbers; sources, targets, lengths [n, P];
         returns [n, 16 * (1 + P)].
         """
@@ -116,8 +118,9 @@ class Cipher:
         keys = self._keys(records, sequences, opened)
         for row, key in enumerate(keys):
             columns = (array[row].tolist() for array in (sources, targets, lengths))
+            working = self._ciphers.aesgcm(key)
             tags = [
-                self._encrypt_one(key, about[row], part, *where)
+                _encrypt_one(working, about[row], part, *where)
                 for part, *where in zip(parts.tolist(), *columns, strict=True)
             ]
             proofs[row, PROOF_BYTES:] = np.frombuffer(b"".join(tags), np.uint8)
@@ -150,11 +153,11 @@ class Cipher:
             LOG.warning("KV that does not decrypt under this key (%s) is taken for missing", self._master.name)
         return good
 
-    def _keys(self, records: GroupRecords, sequences: U64, opened: list[bytes]) -> list[Any]:
-        """Return the cipher of each group."""
+    def _keys(self, records: GroupRecords, sequences: U64, opened: list[bytes]) -> list[bytes]:
+        """Return the key of each group."""
         made = zip(records.keys.tolist(), sequences.tolist(), opened, strict=True)
         return [
-            self._ciphers.aes(self._master.expand(b"group", self._identity, key, once, number.to_bytes(8, "little")))
+            self._master.expand(b"group", self._identity, key, once, number.to_bytes(8, "little"))
             for key, number, once in made
         ]
 
@@ -171,17 +174,9 @@ class Cipher:
         told["block_keys"][is_valid] = records.block_keys[is_valid]
         return [row.tobytes() for row in told]
 
-    def _encrypt_one(self, key: Any, about: bytes, part: int, source: int, target: int, length: int) -> bytes:
-        """Return the tag of `length` bytes encrypted from `source` to `target`."""
-        working = self._ciphers.cipher(key, self._ciphers.gcm(_nonce(part))).encryptor()
-        working.authenticate_additional_data(about)
-        working.update_into(_view(source, length), _view(target, length))
-        working.finalize()
-        return working.tag  # type: ignore[no-any-return]
-
-    def _decrypt_one(self, key: Any, about: bytes, part: int, address: int, length: int, tag: bytes) -> bool:
+    def _decrypt_one(self, key: bytes, about: bytes, part: int, address: int, length: int, tag: bytes) -> bool:
         """Decrypt in place, and say whether it was what was encrypted."""
-        working = self._ciphers.cipher(key, self._ciphers.gcm(_nonce(part))).decryptor()
+        working = self._ciphers.cipher(self._ciphers.aes(key), self._ciphers.gcm(_nonce(part))).decryptor()
         working.authenticate_additional_data(about)
         working.update_into(_view(address, length), _view(address, length))
         try:
@@ -189,6 +184,12 @@ class Cipher:
         except self._invalid:
             return False
         return True
+
+
+def _encrypt_one(working: Any, about: bytes, part: int, source: int, target: int, length: int) -> bytes:
+    """Return the tag of `length` bytes encrypted from `source` to `target`, behind which it is put, too."""
+    working.encrypt_into(_nonce(part), _view(source, length), about, _view(target, length + PROOF_BYTES))
+    return ctypes.string_at(target + length, PROOF_BYTES)
 
 
 def _nonce(part: int) -> bytes:
@@ -204,6 +205,7 @@ class _Ciphers:
     cipher: Any
     aes: Any
     gcm: Any
+    aesgcm: Any
 
 
 def _library() -> tuple[_Ciphers, type[Exception]]:
@@ -211,10 +213,11 @@ def _library() -> tuple[_Ciphers, type[Exception]]:
     try:
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers import Cipher
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         from cryptography.hazmat.primitives.ciphers.algorithms import AES
         from cryptography.hazmat.primitives.ciphers.modes import GCM
     except ImportError:
         raise UnsupportedError(
             "a key file asks for encryption, and cryptography is not here; type pip install 'kvtide[encrypt]'"
         ) from None
-    return _Ciphers(Cipher, AES, GCM), InvalidTag
+    return _Ciphers(Cipher, AES, GCM, AESGCM), InvalidTag

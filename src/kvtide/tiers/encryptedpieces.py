@@ -14,6 +14,7 @@ from kvtide.blocks import KeyArray
 from kvtide.errors import ConfigError
 from kvtide.io.ops import address_of, aligned_buffer
 from kvtide.spec import SlotLayout
+from kvtide.spec.layout import PROOF_BYTES
 from kvtide.tiers.cipher import Cipher
 from kvtide.tiers.contract import GroupRecords
 from kvtide.tiers.envelope import Envelope
@@ -43,7 +44,7 @@ class EncryptedPieces:
         num, lengths = len(records), self._envelope.lengths
         addresses = addresses.reshape(num, len(lengths))
         sizes = np.broadcast_to(lengths, addresses.shape)
-        memory = aligned_buffer(num * int(lengths.sum()))
+        memory = aligned_buffer(num * int(lengths.sum()) + PROOF_BYTES)
         targets = (address_of(memory) + np.cumsum(sizes).reshape(sizes.shape) - sizes).astype(np.uint64)
         sequences = np.arange(self._sequence + 1, self._sequence + 1 + num, dtype=np.uint64)
         self._sequence += num

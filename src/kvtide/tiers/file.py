@@ -27,6 +27,7 @@ from kvtide.blocks import KeyArray
 from kvtide.io.ops import READ, WRITE, Engine, address_of, aligned_buffer
 from kvtide.io.schedule import Merged
 from kvtide.spec import SlotLayout
+from kvtide.spec.layout import PROOF_BYTES
 from kvtide.tiers.cipher import Cipher
 from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK, Cause, GroupRecords, Reason, Statuses, TierStats
 from kvtide.tiers.departures import Departures
@@ -80,7 +81,7 @@ class FileTier:
     ) -> None:
         assert cipher is None or layout.is_encrypted, "slots without room for what proves encrypted fragments"
         self._departures, self._cipher, self.fd = departures, cipher, fd
-        self._memory = aligned_buffer(0 if cipher is None else max(PORTION_BYTES, layout.slot_bytes))
+        self._memory = aligned_buffer(0 if cipher is None else max(PORTION_BYTES, layout.slot_bytes) + PROOF_BYTES)
         self._write_slots = self._write_packed if is_packed else self._write_in_steps
         self.layout, self.num_slots, self.table = layout, num_slots, SlotTable.empty(num_slots, layout)
         self._gap_bytes_max = gap_bytes_max
