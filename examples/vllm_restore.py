@@ -57,6 +57,7 @@ def answer(args: argparse.Namespace) -> dict[str, Any]:
     """Answer the prompt in this process."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "3600")  # a busy CPU may take more than its 5 minutes
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig

@@ -139,6 +139,15 @@ def test_another_config_json_finds_nothing_and_what_is_not_seen_is_told(
     assert caplog.text.count('"model_facts"') == 1
 
 
+def test_the_hub_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    hub: Any = types.ModuleType("huggingface_hub")
+    hub.snapshot_download = lambda name, revision, **_local: asked.append((name, revision)) or tmp_path / "no"
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    tier(tmp_path / "kv", Primary(), name="some/model", extra_config={"kvtide_model_revision": "a"}).shutdown()
+    assert asked == [("some/model", "a")]
+
+
 def test_a_revision_is_not_taken_in_silence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,7 +21,7 @@ DEFAULT_QUESTIONS = (
     ("What does the assert statement do?", "How can it be switched off?"),
     ("What is the difference between break and continue?", "Give one line of code for each."),
 )
-DOCUMENT_BYTES_MAX = 64 << 20  # no model has positions for more
+TEXT_BYTES_MAX = 64 << 20  # no model has positions for more
 
 
 def check_questions(ask: list[str] | None, document: str | None, *, chat: bool) -> None:
@@ -44,16 +44,7 @@ def read_document(name: str | None) -> str | None:
     """
     if name is None:
         return None
-    try:
-        if name == "-":
-            raw = sys.stdin.buffer.read(DOCUMENT_BYTES_MAX + 1) if sys.stdin is not None else b""
-        else:
-            with Path(name).open("rb") as file:
-                raw = file.read(DOCUMENT_BYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError(f"--document {name}: {error.strerror}; type the path of a text file, or -") from None
-    if len(raw) > DOCUMENT_BYTES_MAX:
-        raise ConfigError(f"--document {name} is larger than {format_bytes(DOCUMENT_BYTES_MAX)}; give a shorter text")
+    raw = read_bounded(None if name == "-" else name, told=f"--document {name}", needs="the path of a text file, or -")
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
@@ -61,6 +52,24 @@ def read_document(name: str | None) -> str | None:
     if not text.strip():
         raise ConfigError(f"--document {name} is empty: there is nothing to ask about")
     return text
+
+
+def read_bounded(name: str | None, *, told: str, needs: str) -> bytes:
+    """Return the bytes of a text file, of standard input for None. `told` is what it is called, `needs` what to type.
+
+    Raises: ConfigError if it cannot be read, or is too long.
+    """
+    try:
+        if name is None:
+            raw = sys.stdin.buffer.read(TEXT_BYTES_MAX + 1) if sys.stdin is not None else b""
+        else:
+            with Path(name).open("rb") as file:
+                raw = file.read(TEXT_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"{told}: {error.strerror}; type {needs}") from None
+    if len(raw) > TEXT_BYTES_MAX:
+        raise ConfigError(f"{told} is larger than {format_bytes(TEXT_BYTES_MAX)}; give a shorter text")
+    return raw
 
 
 def default_document(loaded: LoadedModel) -> str:

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvtide.cli_asking import read_bounded
 from kvtide.cli_choices import check_groups
 from kvtide.cli_layout import is_block_first
 from kvtide.cli_run import DEFAULT_DIR, cache_dir, fast_dtype
@@ -30,13 +31,12 @@ from kvtide.spec import Identity, KVShape, SlotLayout, auto_group_blocks
 from kvtide.tiers.cipher import MasterKey
 from kvtide.tiers.glance import Glance, glance
 from kvtide.tiers.why import NEVER, OTHER_IDENTITY, OTHER_SALT, THERE, KeyWhy, Run, Why, why_key, why_prompt
-from kvtide.units import format_bytes, printable
+from kvtide.units import printable
 
 if TYPE_CHECKING:
     from kvtide.integrations.transformers import LoadedModel
 
 WHY_EXAMPLE = "Example: kvtide why @notes.txt --dir .kvtide/store"
-PROMPT_BYTES_MAX = 64 << 20
 _KEY = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
 _IDS = re.compile(r"(\[\s*)?[0-9]{1,20}(\s*,\s*[0-9]{1,20})+(\s*\])?", re.ASCII)
 _WORDS = {
@@ -115,14 +115,7 @@ def _read(prompt: str) -> str:
     if not prompt.startswith("@"):
         text = prompt.encode(errors="surrogateescape").decode(errors="replace")
     else:
-        name = prompt[1:]
-        try:
-            with Path(name).open("rb") as file:
-                raw = file.read(PROMPT_BYTES_MAX + 1)
-        except OSError as error:
-            raise ConfigError(f"{prompt}: {error.strerror}; type @ and the path of a text file") from None
-        if len(raw) > PROMPT_BYTES_MAX:
-            raise ConfigError(f"{name} is larger than {format_bytes(PROMPT_BYTES_MAX)}; give a shorter text")
+        raw = read_bounded(prompt[1:], told=prompt, needs="@ and the path of a text file")
         text = raw.decode(errors="replace")
     if not text.strip():
         raise ConfigError("the prompt is empty; type a text, @FILE, token ids or a key of 64 hex digits")

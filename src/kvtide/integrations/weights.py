@@ -12,18 +12,20 @@ from kvtide.modelfiles import CONFIG_BYTES_MAX, weights_digest
 _log = logging.getLogger("kvtide.engines")
 
 
-def digest_of_weights(name: str, revision: str | None = None) -> str:
-    """Return the digest of the weights of model `name`; of its name alone, with a warning, where they are not found."""
+def digest_of_weights(name: str, revision: str | None = None, folder: Path | None = None) -> str:
+    """Return the digest of the weights of model `name`; of its name alone, with a warning, where they are not found.
+
+    They lie in `folder`, if it is known: what `folder_of_model` returned.
+    """
     try:
-        return weights_digest(_folder(name, revision))
+        return weights_digest(folder or folder_of_model(name, revision))
     except ConfigError as error:
         _log.warning("kvtide: weights of %s are told apart by name alone: %s", name, error)
         return hashlib.sha256(f"{name}@{revision}".encode() if revision else name.encode()).hexdigest()
 
 
-def digest_of_config(name: str, revision: str | None = None) -> str:
-    """Return the digest of the config.json of model `name`; empty where there is none."""
-    folder = _folder(name, revision, is_told=False)
+def digest_of_config(folder: Path) -> str:
+    """Return the digest of the config.json of the model in `folder`; empty where there is none."""
     file = (folder.parent if folder.is_file() else folder) / "config.json"
     try:
         if not 0 < file.stat().st_size <= CONFIG_BYTES_MAX or not file.is_file():
@@ -33,8 +35,11 @@ def digest_of_config(name: str, revision: str | None = None) -> str:
         return ""
 
 
-def _folder(name: str, revision: str | None, *, is_told: bool = True) -> Path:
-    """Return where model `name` lies: a path as it is, else where the hub's library keeps it here."""
+def folder_of_model(name: str, revision: str | None = None) -> Path:
+    """Return where model `name` lies: a path as it is, else where the hub's library keeps it here.
+
+    Warns where several revisions are here and none is named.
+    """
     folder = Path(name)
     if folder.exists():
         return folder
@@ -44,7 +49,7 @@ def _folder(name: str, revision: str | None, *, is_told: bool = True) -> Path:
         found = Path(snapshot_download(name, revision=revision, local_files_only=True))
     except Exception:  # not downloaded, or no such library: weights_digest says that there are none
         return folder
-    if is_told and revision is None and len(list(found.parent.iterdir())) > 1:
+    if revision is None and len(list(found.parent.iterdir())) > 1:
         _log.warning(
             "kvtide: several revisions of %s are here, and the engine does not say which it loads; %s is taken: part "
             "them by salt, or keep one",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
 from kvtide.integrations.vllm.versions import check_version
@@ -24,8 +25,8 @@ MODEL_REVISION = "kvtide_model_revision"
 _log = logging.getLogger("kvtide.vllm")
 
 
-def facts_of(spec: Any, salt: str, model_facts: str = "") -> dict[str, str]:
-    """Return the facts of the chunks of an `OffloadingSpec`.
+def facts_of(spec: Any, folder: Path, salt: str, model_facts: str = "") -> dict[str, str]:
+    """Return the facts of the chunks of an `OffloadingSpec`, whose model lies in `folder`.
 
     `salt` parts tenants that share a directory, `model_facts` what the user says of the model's configuration.
     """
@@ -46,7 +47,7 @@ def facts_of(spec: Any, salt: str, model_facts: str = "") -> dict[str, str]:
         "layout": f"{config.kv_cache_layout}, canonical {config.canonical_layout}, "
         f"replicated {config.replicated_layout}",
         "model config": _model_config(spec, told=bool(model_facts)),
-        "config.json": digest_of_config(config.model.name, revision_of(spec)),
+        "config.json": digest_of_config(folder),
         "model facts": _digest(model_facts),
         "salt": _digest(salt),
     }

@@ -36,7 +36,7 @@ from kvtide.errors import ConfigError
 from kvtide.integrations.options import CAPACITY, master_in
 from kvtide.integrations.vllm.facts import facts_of, revision_of
 from kvtide.integrations.vllm.known import KnownChunks
-from kvtide.integrations.weights import digest_of_weights
+from kvtide.integrations.weights import digest_of_weights, folder_of_model
 from kvtide.io.ops import address_of
 from kvtide.metrics import recorder_for, serve_chunks
 from kvtide.tiers.contract import OK
@@ -93,6 +93,8 @@ class KvtideTier(SecondaryTierManager):
             [group.group_id for group in config.groups], has_events=_has_events(offloading_spec, asked=enable_kv_events)
         )
         self._names = self._known.names
+        revision = revision_of(offloading_spec)
+        folder = folder_of_model(config.model.name, revision)
         recorder = recorder_for(metrics_port)
         self._store = ChunkStore(
             ChunkOptions(
@@ -100,8 +102,8 @@ class KvtideTier(SecondaryTierManager):
                 parse_bytes(str(capacity)),
                 self.block_size_bytes,
                 config.model.name[:256],
-                facts_of(offloading_spec, salt, model_facts),
-                digest_of_weights(config.model.name, revision_of(offloading_spec)),
+                facts_of(offloading_spec, folder, salt, model_facts),
+                digest_of_weights(config.model.name, revision, folder),
                 master=master_in(key_file),
             ),
             self._known.gone,
