@@ -132,9 +132,13 @@ class FileTier:
         slots = self.slots_of(keys)[requests["row"]]
         statuses = np.where(slots < 0, MISSING, OK).astype(np.uint8)
         wanted = np.flatnonzero(slots >= 0)
-        lost = self._read(slots, requests, wanted, statuses, cause, self._gap_bytes_max)
-        if len(lost) and self._gap_bytes_max:  # perhaps for bytes between them that nobody wants
-            lost = self._read(slots, requests, lost, statuses, cause, 0)
+        try:
+            lost = self._read(slots, requests, wanted, statuses, cause, self._gap_bytes_max)
+            if len(lost) and self._gap_bytes_max:  # perhaps for bytes between them that nobody wants
+                lost = self._read(slots, requests, lost, statuses, cause, 0)
+        except BaseException:
+            self._io.settle()  # or bytes would arrive in memory that is somebody else's by then
+            raise
         statuses[lost] = FAILED
         self._stats.num_failed += len(lost)
         self._drop_slots(slots[statuses == CORRUPT], "corrupt")  # noted now, written with the next drop or write
@@ -167,7 +171,12 @@ class FileTier:
         self._stats.num_full += len(records) - num
         if not num:
             return statuses
-        good, sequences, checksums = self._write_slots(slots, records.take(slice(num)), addresses[:num], cause)
+        try:
+            good, sequences, checksums = self._write_slots(slots, records.take(slice(num)), addresses[:num], cause)
+        except BaseException:  # an engine that raises has answered nothing: the slots are free once it is quiet
+            self._io.settle()
+            self._free[slots] = True
+            raise
         statuses[:num] = np.where(good, OK, FAILED)
         self._stats.num_failed += int((~good).sum())
         self._free[slots[~good]] = True

@@ -5,6 +5,7 @@ Knows where in the file a fragment of a slot lies. Decides nothing of what is ke
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -119,6 +120,16 @@ class SlotIo:
             parts = np.concatenate([order[bounds[tag] : bounds[tag + 1]] for tag in tags.tolist()])
             moved = np.where(whole | ~is_write, completions["length"], 0).astype(np.int64)
             yield parts, merged.end_of[parts] <= np.repeat(moved, bounds[tags + 1] - bounds[tags])
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight, whose ends nobody wants: an engine raised, and what it moves may go on.
+
+        Only then are slots and memory free for others. An engine that cannot even say so fails whoever asks it next.
+        """
+        self._early.clear()
+        with contextlib.suppress(Exception):  # the first failure is the one to tell
+            while len(self.engine.reap(1)):
+                pass
 
     def _reap(self, number: int) -> Completions:
         """Return completions of one batch, tags counted from 0; what ends of others meanwhile is kept for them."""
