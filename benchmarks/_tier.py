@@ -30,7 +30,7 @@ from kvtide.tiers.slotio import OP_BYTES_MAX
 
 MIB, GIB = 1 << 20, 1 << 30
 COLD, UNKNOWN_ACCESS = "cold: O_DIRECT", "NO O_DIRECT on this file system: the page cache takes part"
-STORED_NUM = 4  # groups the cache hands to the tier at once: kvtide.cache.traffic.STORE_UNITS_MAX
+STORED_NUM = 4  # groups the cache hands to the tier at once: kvtide.cache.room.STORE_UNITS_MAX
 SEED_KEYS = 7
 
 

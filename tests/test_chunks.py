@@ -338,6 +338,31 @@ def test_a_load_begins_while_the_one_before_ends(tmp_path: Path, monkeypatch: py
     store.close()
 
 
+@pytest.mark.parametrize("failing", [1, 2])
+def test_an_engine_that_raises_while_another_load_is_under_way_fails_both_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    monkeypatch.setattr("kvtide.chunks.store.BATCH_BYTES", SIZE)
+    store, before, after, calls = ChunkStore(options(tmp_path)), Memory(4, SIZE, seed=1), Memory(4, SIZE), []
+    store.store(keys(4), before.addresses)
+    engine = store._tier._io.engine
+    submit = engine.submit
+
+    def refuse(batch: np.ndarray) -> None:
+        calls.append(len(batch))
+        if len(calls) in (failing, failing + 1):  # and when it is tried again
+            raise IoError(5, "planted")
+        submit(batch)
+
+    monkeypatch.setattr(engine, "submit", refuse)
+    done = store.load(keys(4), after.addresses)
+    assert set(done.tolist()) == {OK, FAILED}
+    assert (after.rows[done == OK] == before.rows[done == OK]).all()
+    assert (store.load(keys(4), after.addresses) == OK).all()
+    assert (after.rows == before.rows).all()
+    store.close()
+
+
 def test_several_kinds_share_one_capacity(tmp_path: Path) -> None:
     told, gone = ChunkOptions(tmp_path, 1 << 20, 1, "model", engine="threads"), []
     several = SeveralStores(told, lambda kind, left: gone.append((kind, len(left))))

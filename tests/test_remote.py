@@ -465,6 +465,7 @@ def test_reads_come_from_near_and_the_rest_from_far(server: Redis) -> None:
     near, groups = MemoryTier(layout, 3 * layout.slot_bytes), Groups(layout)
     tier = StackedTier(near, remote_tier(server.url, layout))
     assert groups.write(tier, KEYS, [1] * 4) == [OK, OK, OK, FULL]
+    tier.drain()
     assert tier.lookup(as_keys([*KEYS, group_key(9)])).tolist() == [True] * 4 + [False]
     near.drop(as_keys(KEYS[:1]))
     far_reads = tier.far.stats().num_reads

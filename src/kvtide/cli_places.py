@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from kvtide.tiers.stacked import StackedTier
 from kvtide.units import printable
 
 if TYPE_CHECKING:
@@ -21,8 +22,14 @@ def remote_report(store: KvStore) -> dict[str, Any] | None:
     """Return where the remote is, and how often it was left alone; None without one."""
     if store.remote is None:
         return None
-    breaker = store.remote.breaker
-    return {"url": store.remote.name, "is_left_alone": breaker.is_open, "num_left_alone": breaker.num_opened}
+    breaker, tier = store.remote.breaker, store.tier
+    num_unsent = tier.outbox.num_refused if isinstance(tier, StackedTier) else 0
+    return {
+        "url": store.remote.name,
+        "is_left_alone": breaker.is_open,
+        "num_left_alone": breaker.num_opened,
+        "num_unsent": num_unsent,
+    }
 
 
 def quiet_libraries() -> None:

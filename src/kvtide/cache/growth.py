@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.blocks import KEY, chain_keys, partial_keys
+from kvtide.blocks import KEY, KeyArray, chain_keys, partial_keys
 from kvtide.cache.ledger import Ids, Ledger
 from kvtide.cache.sequence import Sequence
 
@@ -107,7 +107,7 @@ class Growth:
         first = (len(sequence.tokens) // self._layout.tokens_per_group) * self._layout.group_blocks
         keys = sequence.keys[first:]
         if keys:
-            ledger.set_blocks(target, 0, np.frombuffer(b"".join(keys), KEY), self._parent(sequence, first))
+            self._set_blocks(sequence, target, first, first, np.frombuffer(b"".join(keys), KEY))
 
     def seal(self, sequence: Sequence, tokens: list[int], *, is_exact: bool) -> Ids:
         """End the step in progress: its KV belongs to `tokens`. Return the units that became full."""
@@ -134,8 +134,13 @@ class Growth:
             unit = at // group
             start, end = unit * group, min((unit + 1) * group, len(sequence.keys))
             keys = np.frombuffer(b"".join(sequence.keys[at:end]), KEY)
-            self._ledger.set_blocks(sequence.table.units[unit], at - start, keys, self._parent(sequence, start))
+            self._set_blocks(sequence, sequence.table.units[unit], start, at, keys)
             at = end
+
+    def _set_blocks(self, sequence: Sequence, unit: int, start: int, at: int, keys: KeyArray) -> None:
+        """Note the keys of the blocks of `sequence` from `at` on, of `unit`, which begins with block `start`."""
+        self._ledger.set_blocks(unit, at - start, keys, self._parent(sequence, start))
+        self._ledger.is_own[unit] = sequence.is_own(at + len(keys) - 1, self._layout.block_tokens)
 
     def close_tail(self, sequence: Sequence) -> None:
         """Let the unfilled tail of `sequence`, if it has it open, be found, stored and evicted."""
@@ -148,8 +153,8 @@ class Growth:
         if num_left:
             parent = sequence.parent_key(len(sequence.keys), block)
             key = partial_keys(np.array(sequence.tokens[-num_left:], np.int64), parent=parent)[-1:]
-            in_unit = len(sequence.keys) % self._layout.group_blocks
-            ledger.set_blocks(units[-1], in_unit, key, self._parent(sequence, len(sequence.keys) - in_unit))
+            start = len(sequence.keys) // self._layout.group_blocks * self._layout.group_blocks
+            self._set_blocks(sequence, units[-1], start, len(sequence.keys), key)
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """Forget a step in progress, and the tokens from `num_tokens` on."""

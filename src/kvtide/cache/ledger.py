@@ -1,7 +1,8 @@
 """What is known of every unit (one group of blocks): keys, tokens, and where its copies are. Next: traffic.
 
 Pure bookkeeping in arrays: no byte moves here, no lock is taken; callers hold the cache's lock. A unit is *open* while
-a sequence may append to it, *clean* when the tier below holds all its tokens, *busy* while it is being stored.
+a sequence may append to it, *clean* when the tier below holds all its tokens, *busy* while it is being stored, *sent*
+while a copy of it is on its way to a remote, *own* when it holds KV that only the sequence which made it can use.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Ledger:
         self.stores_far = False  # what is stored from now on lies there
         self.opener = np.full(num_units, -1, np.int64)  # the sequence that appends to it; -1: none
         self.is_busy = np.zeros(num_units, np.bool_)
+        self.is_sent = np.zeros(num_units, np.bool_)
+        self.is_own = np.zeros(num_units, np.bool_)
         self.was_refused = np.zeros(num_units, np.bool_)  # the tier below did not take it
         self.frames = np.full((num_units, layout.num_fragments), -1, np.int64)
         self.frame_pool, num_frames = frame_pool, frame_pool.num_frames
@@ -65,7 +68,7 @@ class Ledger:
         self.uid[units] = np.arange(self._next_uid, self._next_uid + len(units))
         self._next_uid += len(units)
         self.num_tokens[units] = self.num_blocks[units] = self.stored_tokens[units] = 0
-        self.is_busy[units] = self.was_refused[units] = False
+        self.is_busy[units] = self.is_sent[units] = self.is_own[units] = self.was_refused[units] = False
         self.opener[units] = -1
         self.recency.admit(units)
 
@@ -132,7 +135,9 @@ class Ledger:
         """Say which units could be written to the tier below now."""
         storable = (self.uid[units] >= 0) & (self.num_blocks[units] > 0) & ~self.is_open[units]
         is_stored = self.is_clean(units) & (~self.is_far[units] | self.stores_far)  # what lies far gets a near copy
-        storable &= ~is_stored & ~self.is_busy[units] & ~self.was_refused[units]
+        storable &= ~is_stored & ~self.is_busy[units] & ~self.is_sent[units] & ~self.was_refused[units]
+        if self.stores_far:
+            storable &= ~self.is_own[units]
         few = np.flatnonzero(storable)  # asking for every fragment of every unit would take long in a large store
         storable[few] = self.is_resident(np.arange(len(self.uid))[units][few])
         return storable
@@ -148,12 +153,27 @@ class Ledger:
 
     def note_stored(self, units: Ids) -> KeyArray:
         """Note that the tier below holds `units` as they are now; return the keys it now holds for nobody."""
+        return self._link(units, self.records(units), is_far=self.stores_far)
+
+    def _link(self, units: Ids, records: GroupRecords, *, is_far: bool) -> KeyArray:
+        """Note that the tier below holds `units` as `records` say; return the keys it now holds for nobody."""
         old = self._unlink(units)
-        self.stored_key[units], self.stored_tokens[units] = self.key[units], self.num_tokens[units]
-        self.is_far[units] = self.stores_far
-        for unit, key in zip(units.tolist(), self.key[units].tolist(), strict=True):
+        self.stored_key[units], self.stored_tokens[units] = records.keys, records.num_tokens
+        self.is_far[units] = is_far
+        for unit, key in zip(units.tolist(), records.keys.tolist(), strict=True):
             self._holders.setdefault(key, set()).add(unit)
         return _as_keys([key for key in old if key not in self._holders])
+
+    def note_sent(self, units: Ids, uids: Ids, records: GroupRecords, good: npt.NDArray[np.bool_]) -> KeyArray:
+        """Note what became of units that were sent, as `records`, to a remote; return the keys nobody needs there.
+
+        Units that live no more, which `uids` tells, are passed over. Shapes: units, uids, records, good [n].
+        """
+        alive = self.uid[units] == uids
+        self.is_sent[units[alive]] = False
+        self.was_refused[units[alive & ~good]] = True
+        rows = alive & good
+        return self._link(units[rows], records.take(rows), is_far=True)
 
     def note_far(self, keys: list[bytes]) -> None:
         """Note that groups lie on a remote alone now: they take no slot, and get a near copy again."""
@@ -199,6 +219,12 @@ class Ledger:
         self.recency.touch(np.asarray(units, np.int64)[::-1])
 
     # Frames
+
+    def pin(self, frames: Ids, step: int) -> None:
+        """Pin frames once more, or, with `step` -1, once less; -1 stands for none. Any thread may, with the lock."""
+        frames = frames[frames >= 0]
+        np.add.at(self.pins, frames, step)
+        assert (self.pins[frames] >= 0).all(), "a frame was unpinned more often than pinned"
 
     def bind(self, frames: Ids, units: Ids, fragments: Ids) -> None:
         """Let `frames` hold the fragments (unit, fragment)."""

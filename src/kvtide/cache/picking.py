@@ -70,7 +70,7 @@ class Picker:
             frames = self._ledger.frames[units, fragments]
             pick = Pick(sequence, layer, fragments, frames, units[:0])
             if (frames >= 0).all():
-                self._traffic.pin(frames, 1)
+                self._ledger.pin(frames, 1)
                 return pick
             uids = self._ledger.uid[units]
         priority = PREFETCH if cause == "prefetch" else DEMAND

@@ -66,9 +66,13 @@ class Sequence:
         """Return the key of the block before `block`; that of the root before the first."""
         return self.keys[block - 1] if block else self.root
 
+    def is_own(self, block: int, block_tokens: int) -> bool:
+        """Say whether `block` holds KV that is not exact."""
+        return self.num_exact is not None and block >= self.num_exact // block_tokens
+
     def parent_key(self, block: int, block_tokens: int) -> bytes:
         """Return the key that the key of `block` is computed from."""
         key = self.key_before(block)
-        if self.num_exact is None or block < self.num_exact // block_tokens:
+        if not self.is_own(block, block_tokens):
             return key
         return hashlib.sha256(b"kvtide own\0" + self.secret + key).digest()

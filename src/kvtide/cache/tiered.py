@@ -206,7 +206,7 @@ class TieredCache:
             self._growth.truncate(sequence, 0)
             gone = self.ledger.dispose(own[self.ledger.disposable()[own]])  # nobody can find them any more
         if len(gone):
-            self._mover.submit(lambda: self._traffic.drop(gone, "dropped"), WRITE_BACK)
+            self._mover.submit(lambda: self._traffic.room.drop(gone, "dropped"), WRITE_BACK)
 
     # One step
 
@@ -321,7 +321,7 @@ class TieredCache:
         with self._lock:
             full = self._growth.seal(sequence, ids, is_exact=is_exact)
         if len(full) and self._tier is not None and self._options.write_policy == "through":
-            job = self._mover.submit(lambda: self._traffic.store(full, "prefill-write"), WRITE_BACK)
+            job = self._mover.submit(lambda: self._traffic.room.send(full, "prefill-write"), WRITE_BACK)
             job.add_done_callback(self._note_store)
 
     def _note_pace(self) -> None:
@@ -344,7 +344,7 @@ class TieredCache:
         """Return when everything that can be stored below is stored, tails of paused sequences too."""
         for sequence in list(self._live.values()):
             self.pause(sequence)
-        while self._wait(self._mover.submit(lambda: self._traffic.store_some("demote"), DEMAND)):
+        while self._wait(self._mover.submit(self._traffic.room.flush_some, DEMAND)):
             pass
         if self._store_error is not None:
             raise self._store_error
@@ -355,8 +355,9 @@ class TieredCache:
             self._store_error = self._store_error or job.exception()
 
     def drain(self) -> None:
-        """Return when the background has nothing left to do."""
+        """Return when the background has nothing left to do, nor to send."""
         self._mover.drain()
+        self._traffic.room.drain()
 
     def close(self) -> None:
         """Release every sequence, store what the tier below lacks, stop the background. Idempotent."""
@@ -368,6 +369,7 @@ class TieredCache:
             self.flush()
         finally:
             self._mover.close()
+        self._traffic.room.drain()
 
     def usage(self) -> dict[str, TierStats]:
         """Return fill and capacity of each tier, exact to the byte once `drain` has returned.
@@ -388,7 +390,7 @@ class TieredCache:
     @property
     def num_refused(self) -> int:
         """Groups the tier below did not take, for want of room or after an error."""
-        return self._traffic.num_refused
+        return self._traffic.room.num_refused
 
     def _wait(self, job: Future[object]) -> object:
         started = self._clock()

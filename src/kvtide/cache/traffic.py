@@ -1,4 +1,4 @@
-"""The jobs that move KV between the tiers: fill a window, store units, make room. Next: tiered (the cache's face).
+"""The jobs that bring KV up: fill a window, bring fragments, make ready for a step. Next: tiered (the cache's face).
 
 Every method here runs on the mover's thread, the only one that calls the tier below. Bookkeeping happens under the
 cache's lock; bytes move outside it, with the frames concerned pinned.
@@ -12,20 +12,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtide.blocks import KeyArray
 from kvtide.cache.choice import Pace
 from kvtide.cache.ledger import Ids, Ledger
 from kvtide.cache.options import spare_frames
 from kvtide.cache.parts import fill_rows
+from kvtide.cache.room import Room
 from kvtide.cache.windows import Window, Windows
 from kvtide.errors import Corrupt, IoError
-from kvtide.tiers.contract import FAILED, FULL, OK, READ_REQUEST, Cause, GroupRecords, Reason, Remembers, Statuses, Tier
+from kvtide.tiers.contract import OK, READ_REQUEST, Cause, Statuses, Tier
 from kvtide.tiers.stacked import StackedTier
 
 STAGING_BYTES_MAX = 64 << 20  # of fragments read in one go: enough to keep any drive busy
-STORE_UNITS_MAX = 4  # units stored by one job, so that a reader waits for few
 
 
 class LostKv(Corrupt):
@@ -63,9 +62,8 @@ class Traffic:
         self._rows = ledger.frame_pool.rows
         staged = min(STAGING_BYTES_MAX // ledger.frame_pool.frame_bytes, len(self._rows) // 2)
         self._staging = max(1, staged // self._layout.parts_per_layer)  # units read in one go
-        self._filling = np.zeros(0, np.int64)
+        self.room = Room(ledger, tier, lock)
         self.reserve = spare_frames(self._layout) if tier is not None else 0
-        self.num_refused = 0
 
     # DRAM and file to device
 
@@ -85,12 +83,12 @@ class Traffic:
                 common = min(window.common_tokens(row, row_uids, group), wanted)
                 self._remember(window, row, row_uids, common)
                 first, last = common // group, -(-wanted // group)
-                self._filling = row_units[:last]
+                self.room.filling = row_units[:last]
             try:
                 while first < last:
                     first += self._fill_run(window, layer, row, first, row_units[first:last], wanted, counts, cause)
             finally:
-                self._filling = row_units[:0]
+                self.room.filling = row_units[:0]
             with self._lock:
                 self._remember(window, row, row_uids, wanted)
         self._pace.note_load(counts.file_bytes, self._now_ns() - started)
@@ -120,14 +118,14 @@ class Traffic:
         with self._lock:
             frames = self._ledger.frames[units, parts.start : parts.stop].reshape(-1)  # one row a unit, laid end to end
             absent = np.flatnonzero(frames < 0)
-            self.pin(frames[frames >= 0], 1)
-        taken = self._room(len(absent))
+            self._ledger.pin(frames, 1)
+        taken = self._take(len(absent), frames)
         if len(taken) < len(absent):
             keep = int(absent[len(taken)]) // num_parts  # units of which every part has a frame
             absent = absent[absent < keep * num_parts]
             with self._lock:
                 rest = frames[keep * num_parts :]
-                self.pin(rest[rest >= 0], -1)
+                self._ledger.pin(rest, -1)
                 self._ledger.frame_pool.give(taken[len(absent) :])
             if not keep and len(units) > 1:  # what is read later may be in the way
                 return self._fill_run(window, layer, row, first, units[:1], num_tokens, counts, cause)
@@ -136,7 +134,7 @@ class Traffic:
             units, frames, taken = units[:keep], frames[: keep * num_parts], taken[: len(absent)]
         frames[absent] = taken
         wanted, fragments = units[absent // num_parts], parts.start + absent % num_parts
-        statuses = np.full(len(taken), FAILED, np.uint8)
+        statuses: Statuses | None = None
         try:
             statuses = self._read(wanted, fragments, taken, cause)
             by_unit = frames.reshape(-1, num_parts)
@@ -144,11 +142,11 @@ class Traffic:
         finally:
             with self._lock:
                 frames[absent] = -1
-                self.pin(frames[frames >= 0], -1)
+                self._ledger.pin(frames, -1)
                 self._ledger.frame_evictor.touch(frames[frames >= 0])
                 lost, keys = self._settle(wanted, fragments, taken, statuses)
         if len(lost):
-            self.drop(keys, "unreadable")  # what was corrupt is dropped, and noted, already
+            self.room.drop(keys, "unreadable")  # what was corrupt is dropped, and noted, already
             raise LostKv(lost)
         num_read = int(self.padded_bytes[fragments].sum())
         counts.file_bytes += num_read
@@ -168,9 +166,9 @@ class Traffic:
                 raise LostKv(units[:0])
             frames = self._ledger.frames[units, fragments]
             absent = np.flatnonzero(frames < 0)
-            self.pin(frames[frames >= 0], 1)
-        taken = self._room(len(absent))
-        statuses = np.full(len(absent), FAILED, np.uint8)
+            self._ledger.pin(frames, 1)
+        taken = self._take(len(absent), frames)
+        statuses: Statuses | None = None
         has_room = len(taken) == len(absent)
         lost, keys = units[:0], self._ledger.stored_key[:0]
         try:
@@ -178,28 +176,39 @@ class Traffic:
                 statuses = self._read(units[absent], fragments[absent], taken, cause)
         finally:
             with self._lock:
-                if has_room:
-                    lost, keys = self._settle(units[absent], fragments[absent], taken, statuses)
+                lost, keys = self._settle(units[absent], fragments[absent], taken, statuses)
+                if statuses is not None:
                     frames[absent] = np.where(statuses == OK, taken, -1)
-                    self.pin(frames[absent][statuses == OK], 1)
-                else:
-                    self._ledger.frame_pool.give(taken)
-                if len(lost) or not (statuses == OK).all():
-                    self.pin(frames[frames >= 0], -1)
+                    self._ledger.pin(frames[absent], 1)
+                if statuses is None or not (statuses == OK).all():
+                    self._ledger.pin(frames, -1)
         if not has_room:
             raise IoError(errno.ENOSPC, f"DRAM has no room for {len(absent)} more fragments; type a larger --dram")
         if len(lost):
-            self.drop(keys, "unreadable")  # what was corrupt is dropped, and noted, already
+            self.room.drop(keys, "unreadable")  # what was corrupt is dropped, and noted, already
             raise LostKv(lost)
         self._pace.note_load(int(self.padded_bytes[fragments[absent]].sum()), self._now_ns() - started)
         return frames, absent
 
-    def _settle(self, units: Ids, fragments: Ids, taken: Ids, statuses: Statuses) -> tuple[Ids, KeyArray]:
+    def _take(self, num: int, pinned: Ids) -> Ids:
+        """Return up to `num` frames; where making room fails, unpin what was `pinned`."""
+        try:
+            return self.room.take(num)
+        except BaseException:
+            with self._lock:
+                self._ledger.pin(pinned, -1)
+            raise
+
+    def _settle(self, units: Ids, fragments: Ids, taken: Ids, statuses: Statuses | None) -> tuple[Ids, KeyArray]:
         """Keep what was read as a DRAM copy, give up what could not be read; return the units of that, and their keys.
 
-        Shapes: units, fragments, taken, statuses [n].
+        No statuses: nothing was read, and nothing is known of it; only the frames go back.
+        Shapes: units, fragments, statuses [n]; taken [n] or, with no statuses, any number.
         """
         ledger = self._ledger
+        if statuses is None:
+            ledger.frame_pool.give(taken)
+            return units[:0], ledger.stored_key[:0]
         keep = (statuses == OK) & (ledger.frames[units, fragments] < 0)
         ledger.bind(taken[keep], units[keep], fragments[keep])
         ledger.frame_pool.give(taken[~keep])
@@ -220,65 +229,6 @@ class Traffic:
                 self._ledger.note_far(strays)
         return statuses
 
-    # DRAM to file
-
-    def store_some(self, cause: Cause) -> int:
-        """Try the least recently used units that the tier below lacks, a few; return how many were tried."""
-        with self._lock:
-            units = self._ledger.recency.victims(STORE_UNITS_MAX, self._ledger.storable())
-        return self.store(units, cause) if self._tier is not None else 0
-
-    def store(self, units: Ids, cause: Cause) -> int:
-        """Write `units` to the tier below where they still need it; return how many those were.
-
-        What it does not take is marked, and not tried again before something makes room.
-        """
-        with self._lock:
-            ledger = self._ledger
-            units = units[ledger.storable(units)]
-            if self._tier is None or not len(units):
-                return 0
-            num, known = len(units), ledger.is_known(units) & (~ledger.is_far[units] | ledger.stores_far)
-            gone, units = ledger.note_stored(units[known]), units[~known]
-            frames, records = ledger.frames[units], ledger.records(units)
-            ledger.is_busy[units] = True
-            self.pin(frames.ravel(), 1)
-        self.drop(gone, "replaced")
-        statuses = np.full(len(units), FAILED, np.uint8)
-        try:
-            addresses = ledger.frame_pool.addresses(frames)
-            statuses = self._tier.write(records, addresses, cause=cause)
-            full = np.flatnonzero(statuses == FULL)
-            if len(full) and self._evict_stored(len(full)):
-                statuses[full] = self._tier.write(records.take(full), addresses[full], cause=cause)
-        finally:
-            with self._lock:  # in one piece: as soon as a unit is not busy, its sequence may change it
-                gone = ledger.note_stored(units[statuses == OK])
-                ledger.was_refused[units[statuses != OK]] = True
-                self.num_refused += int((statuses != OK).sum())
-                self.pin(frames.ravel(), -1)
-                ledger.is_busy[units] = False
-                self._lock.notify_all()
-        self.drop(gone, "replaced")
-        if (statuses != OK).any():
-            self._note_refused(records, statuses)
-        return num
-
-    def _evict_stored(self, num: int) -> bool:
-        """Drop least recently used units that nobody needs until the tier below has `num` slots more, if it can be."""
-        gone: list[KeyArray] = []
-        with self._lock:
-            ledger = self._ledger
-            while (missing := num - sum(map(len, gone))) > 0:
-                candidates = self._disposable() & (ledger.stored_tokens > 0) & ~ledger.is_far  # those take no slot
-                units = ledger.recency.victims(missing, candidates)
-                if not len(units):
-                    break
-                gone.append(ledger.dispose(units))
-        for keys in gone:
-            self.drop(keys, "evicted")
-        return bool(gone)
-
     # Room
 
     def prepare(self, tail: int, num_frames: int, num_units: int) -> Ids | None:
@@ -289,22 +239,36 @@ class Traffic:
         """
         if tail >= 0:
             self._load(tail)
+        try:
+            frames = self._take_for_step(tail, num_frames, num_units)
+        except BaseException:
+            self._unpin_tail(tail)
+            raise
+        if frames is None:
+            self._unpin_tail(tail)
+        return frames
+
+    def _unpin_tail(self, tail: int) -> None:
+        if tail >= 0:
+            with self._lock:
+                self._ledger.pin(self._ledger.frames[tail], -1)
+
+    def _take_for_step(self, tail: int, num_frames: int, num_units: int) -> Ids | None:
+        """Return `num_frames` frames once there is room for them, and for `num_units` units; None if there is none."""
         while True:
             with self._lock:
                 ledger = self._ledger
                 missing = num_units - ledger.pool.num_free
-                keys = self._drop_idle(missing, self._disposable()) if missing > 0 else None
+                keys = self.room.drop_idle(missing, self.room.disposable()) if missing > 0 else None
                 has_units = ledger.pool.num_free >= num_units
-                fits = has_units and ledger.fits(num_frames, tail, reserve=self.reserve)
-                frames = ledger.take_frames(num_frames, keep_unit=tail) if fits else np.zeros(0, np.int64)
             if keys is not None:
-                self.drop(keys, "evicted")
-            if fits:
-                assert len(frames) == num_frames, "frames that can go did not"
-                return frames
-            if not self._relieve():
-                with self._lock:
-                    self.pin(ledger.frames[tail] if tail >= 0 else frames, -1)
+                self.room.drop(keys, "evicted")
+            with self._lock:  # what came meanwhile is no more than a seal's blocks: it takes no frames
+                if has_units and ledger.fits(num_frames, tail, reserve=self.reserve):
+                    frames = ledger.take_frames(num_frames, keep_unit=tail)
+                    assert len(frames) == num_frames, "frames that can go did not"
+                    return frames
+            if not self.room.relieve():
                 return None
 
     def _load(self, unit: int) -> None:
@@ -313,76 +277,31 @@ class Traffic:
         with self._lock:
             absent = np.flatnonzero(ledger.frames[unit] < 0)
             present = ledger.frames[unit][ledger.frames[unit] >= 0]
-            self.pin(present, 1)
-        taken = self._room(len(absent))
-        is_enough = len(taken) == len(absent)
-        statuses = np.full(len(absent), FAILED, np.uint8)
+            self._ledger.pin(present, 1)
+        taken = self._take(len(absent), present)
+        is_enough, good, keys = len(taken) == len(absent), False, ledger.stored_key[:0]
+        statuses: Statuses | None = None
         try:
-            if is_enough and self._tier is not None:
+            if is_enough:
                 statuses = self._read(np.full(len(absent), unit), absent, taken, "restore")
         finally:
-            good, keys = bool((statuses == OK).all()), ledger.stored_key[:0]
+            good = statuses is not None and bool((statuses == OK).all())
             with self._lock:
                 if good:
                     ledger.bind(taken, np.full(len(taken), unit), absent)
-                    self.pin(taken, 1)
+                    ledger.pin(taken, 1)
                 else:
                     ledger.frame_pool.give(taken)
-                    self.pin(present, -1)
-                    keys = ledger.lose(np.array([unit])) if is_enough else keys
-        self.drop(keys, "unreadable")
+                    ledger.pin(present, -1)
+                    keys = ledger.lose(np.array([unit])) if statuses is not None else keys
+        self.room.drop(keys, "unreadable")
         if not is_enough:
             raise IoError(errno.ENOSPC, "DRAM has no room to bring a group back; type a larger --dram")
         if not good:
             raise LostKv(np.array([unit]))
 
-    def _room(self, num_frames: int) -> Ids:
-        """Return up to `num_frames` frames, storing or dropping units until there are some."""
-        with self._lock:
-            frames = self._ledger.take_frames(num_frames)
-        while len(frames) < num_frames and self._relieve():
-            with self._lock:
-                frames = np.concatenate([frames, self._ledger.take_frames(num_frames - len(frames))])
-        return frames
-
-    def _relieve(self) -> bool:
-        """Make some DRAM evictable: store units, or, where nothing takes them, drop idle ones. False: nothing left."""
-        if self.store_some("demote"):
-            return True
-        with self._lock:
-            ledger = self._ledger
-            num_free = ledger.pool.num_free
-            keys = self._drop_idle(STORE_UNITS_MAX, self._disposable() & ~ledger.is_clean())
-            was_useful = ledger.pool.num_free > num_free
-        self.drop(keys, "evicted")
-        return was_useful
-
-    def _disposable(self) -> npt.NDArray[np.bool_]:
-        candidates = self._ledger.disposable()
-        candidates[self._filling] = False
-        return candidates
-
-    def _drop_idle(self, num: int, candidates: npt.NDArray[np.bool_]) -> KeyArray:
-        return self._ledger.dispose(self._ledger.recency.victims(num, candidates))
-
-    def drop(self, keys: KeyArray, reason: Reason) -> None:
-        """Drop from the tier below what it holds for nobody."""
-        if self._tier is not None and len(keys):
-            self._tier.drop(keys, reason=reason)
-
-    def _note_refused(self, records: GroupRecords, statuses: Statuses) -> None:
-        """Have the tier below remember what it did not take."""
-        if isinstance(self._tier, Remembers):
-            self._tier.note(records.take(statuses == FULL), "full")
-            self._tier.note(records.take((statuses != FULL) & (statuses != OK)), "failed")
-
     def let_go(self, frames: Ids) -> None:
         """Unpin frames once, and count that as a use of them. Any thread may."""
         with self._lock:
-            self.pin(frames, -1)
+            self._ledger.pin(frames, -1)
             self._ledger.frame_evictor.touch(frames)
-
-    def pin(self, frames: Ids, step: int) -> None:
-        """Pin frames once more, or, with `step` -1, once less. Callers hold the lock; any thread may."""
-        np.add.at(self._ledger.pins, frames, step)
-        assert (self._ledger.pins[frames] >= 0).all(), "a frame was unpinned more often than pinned"

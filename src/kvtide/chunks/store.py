@@ -24,8 +24,8 @@ from kvtide.chunks.door import Door
 from kvtide.chunks.options import ChunkOptions
 from kvtide.chunks.pins import Pins
 from kvtide.chunks.records import ChunkCounts, last_of, records_of
-from kvtide.chunks.transfer import LOAD, STORE, Kind, Move, Transfer, take_some, tell
-from kvtide.errors import IoError
+from kvtide.chunks.transfer import LOAD, STORE, Move, Transfer, tell
+from kvtide.chunks.work import Work
 from kvtide.evict import Lru
 from kvtide.io.process import Opener
 from kvtide.tiers.contract import FAILED, FULL, OK, READ_REQUEST, Statuses, TierStats
@@ -64,10 +64,7 @@ class ChunkStore:
         self._touched: collections.deque[KeyArray] = collections.deque(maxlen=_TOUCHES_MAX)
         self._pins = Pins()
         self._opener = Opener()
-        self._actions: collections.deque[Callable[[], object]] = collections.deque()
-        self._queues: dict[Kind, collections.deque[Transfer]] = {LOAD: collections.deque(), STORE: collections.deque()}
-        self._ready = threading.Condition()
-        self._num_open, self._is_closed, self._is_lost = 0, False, False
+        self._work, self._is_lost = Work(max(1, BATCH_BYTES // self.chunk_bytes)), False
         self._worker = threading.Thread(target=self._run, name="kvtide-chunks", daemon=True)
         self._worker.start()
 
@@ -106,7 +103,7 @@ class ChunkStore:
     @property
     def num_pending(self) -> int:
         """Transfers that are not done."""
-        return self._num_open
+        return self._work.num_open
 
     def stats(self) -> TierStats:
         """Return counters and fill of the file."""
@@ -159,14 +156,7 @@ class ChunkStore:
         """
         transfer.check_pieces(len(self._options.pieces()))
         self._check_process()
-        with self._ready:
-            self._check_open()
-            if len(transfer.keys):
-                self._num_open += 1
-                self._queues[transfer.kind].append(transfer)
-                self._ready.notify_all()
-                return transfer
-        transfer.finish()
+        self._work.put(transfer)
         return transfer
 
     def store(self, keys: KeyArray, addresses: Addresses) -> Statuses:
@@ -196,8 +186,7 @@ class ChunkStore:
     def drain(self) -> None:
         """Return when every transfer is done."""
         self._check_process()
-        with self._ready:
-            self._ready.wait_for(lambda: not self._num_open)
+        self._work.drain()
 
     def close(self) -> None:
         """Finish what was begun, then give up file and lock. Idempotent.
@@ -205,53 +194,23 @@ class ChunkStore:
         A forked child only gives up its copies: the store stays its parent's.
         """
         if self._opener.is_here:
-            with self._ready:
-                self._is_closed = True
-                self._ready.notify_all()
+            self._work.close()
             self._worker.join()
         self._space.close()
 
     def _check_process(self) -> None:
         self._opener.check(f"the store {self.path}")
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise IoError(0, f"the store {self._space.path} is closed; open it again")
-
     def _between(self, action: Callable[[], object]) -> None:
-        """Run `action` on the worker, between batches, and wait for it; pass on what it raises."""
         self._check_process()
-        done, raised = threading.Event(), []
-
-        def run() -> None:
-            try:
-                action()
-            except BaseException as error:  # raised where it was asked for
-                raised.append(error)
-            finally:
-                done.set()
-
-        with self._ready:
-            self._check_open()
-            self._actions.append(run)
-            self._ready.notify_all()
-        done.wait()
-        if raised:
-            raise raised[0]
+        self._work.between(action)
 
     # The worker
 
     def _run(self) -> None:
         begun: Move | None = None  # a load ends when the next one has begun, so that the drive does not pause
-        while True:
-            with self._ready:
-                if begun is None:
-                    self._ready.wait_for(lambda: self._is_closed or self._actions or any(self._queues.values()))
-                actions, self._actions = self._actions, collections.deque()
-                loads, stores = self._queues[LOAD], self._queues[STORE]  # loads go first
-                if not (begun or actions or loads or stores):
-                    return
-                taken = [] if actions else take_some(loads or stores, max(1, BATCH_BYTES // self.chunk_bytes))
+        while (work := self._work.take(can_wait=begun is None)) is not None or begun is not None:
+            actions, taken = work or ([], [])
             move = Move(taken) if taken else None
             before, begun = begun, move if move is not None and self._begin(move) else None
             if before is not None:
@@ -284,13 +243,8 @@ class ChunkStore:
         self.counts.failed += int((statuses == FAILED).sum())
         for transfer, rows, found in move.parts(statuses):
             if transfer.end(rows, found):
-                self._finish(transfer)
-
-    def _finish(self, transfer: Transfer) -> None:
-        tell("a finished transfer", transfer.finish)
-        with self._ready:
-            self._num_open -= 1
-            self._ready.notify_all()
+                tell("a finished transfer", transfer.finish)
+                self._work.note_done()
 
     def _read(self, move: Move, at: Addresses) -> None:
         """Begin to read the fragments of chunks. Shapes: at [n, F]."""

@@ -16,7 +16,8 @@ fragments when it is read.
 
 from __future__ import annotations
 
-from collections.abc import KeysView
+from collections.abc import Iterator, KeysView
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
 
@@ -24,24 +25,20 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.blocks import KeyArray
-from kvtide.io.ops import READ, WRITE, Engine, address_of, aligned_buffer
+from kvtide.io.ops import READ, Engine, aligned_buffer
 from kvtide.io.schedule import Merged
 from kvtide.spec import SlotLayout
-from kvtide.spec.layout import PROOF_BYTES
 from kvtide.tiers.cipher import Cipher
 from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK, Cause, GroupRecords, Reason, Statuses, TierStats
 from kvtide.tiers.departures import Departures
 from kvtide.tiers.header import Decoded, HeaderCodec
 from kvtide.tiers.slotio import SlotIo
 from kvtide.tiers.slots import SlotTable
+from kvtide.tiers.slotwriter import PORTION_BYTES, SlotWriter
 from kvtide.trace.record import Recorder
 
 SCAN_SLOTS = 512  # headers read at once when opening
 SEQUENCES_UNSEEN = 1 << 40  # more than one owner writes: what a header that cannot be read may have as its number
-PORTION_BYTES = 8 << 20  # written at once where slots are packed: several operations of the largest size
-
-Written = tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64], npt.NDArray[np.uint8]]
-"""Which slots are whole, and of each the checksums of its fragments and its proof."""
 
 
 @dataclass(eq=False, slots=True)
@@ -81,8 +78,6 @@ class FileTier:
     ) -> None:
         assert cipher is None or layout.is_encrypted, "slots without room for what proves encrypted fragments"
         self._departures, self._cipher, self.fd = departures, cipher, fd
-        self._memory = aligned_buffer(0 if cipher is None else max(PORTION_BYTES, layout.slot_bytes) + PROOF_BYTES)
-        self._write_slots = self._write_packed if is_packed else self._write_in_steps
         self.layout, self.num_slots, self.table = layout, num_slots, SlotTable.empty(num_slots, layout)
         self._gap_bytes_max = gap_bytes_max
         self._codec = HeaderCodec(layout, identity_digest)
@@ -91,6 +86,7 @@ class FileTier:
         self._sequence = 0
         self._stats = TierStats(capacity_bytes=num_slots * layout.slot_bytes)
         self._io = SlotIo(engine, fd, layout, self._stats, recorder)
+        self._writer = SlotWriter(self._io, self._codec, self.table, cipher, is_packed=is_packed)
 
     # Opening
 
@@ -167,15 +163,17 @@ class FileTier:
         """Begin what `finish_read` ends; several may be under way, and meanwhile nothing is written."""
         slots = self.slots_of(keys)[requests["row"]]
         reading = Reading(slots, requests, np.where(slots < 0, MISSING, OK).astype(np.uint8), cause)
-        self._begin(reading, np.flatnonzero(slots >= 0), self._gap_bytes_max)
+        with self._settled():
+            self._begin(reading, np.flatnonzero(slots >= 0), self._gap_bytes_max)
         return reading
 
     def finish_read(self, reading: Reading) -> Statuses:
         """Wait for the bytes and verify them; return what became of each request."""
-        lost = self._finish(reading)
-        if len(lost) and self._gap_bytes_max:  # perhaps for bytes between them that nobody wants
-            self._begin(reading, lost, 0)
+        with self._settled():
             lost = self._finish(reading)
+            if len(lost) and self._gap_bytes_max:  # perhaps for bytes between them that nobody wants
+                self._begin(reading, lost, 0)
+                lost = self._finish(reading)
         statuses = reading.statuses
         statuses[lost] = FAILED
         self._stats.num_failed += len(lost)
@@ -207,18 +205,32 @@ class FileTier:
         if not num:
             return statuses
         step = num if self._cipher is None else max(1, PORTION_BYTES // self.layout.slot_bytes)  # bounds what is copied
-        for first in range(0, num, step):
-            rows = slice(first, min(num, first + step))
-            statuses[rows] = self._write(slots[rows], records.take(rows), addresses[rows], cause)
+        try:
+            for first in range(0, num, step):
+                rows = slice(first, min(num, first + step))
+                with self._settled():
+                    statuses[rows] = self._write(slots[rows], records.take(rows), addresses[rows], cause)
+        except BaseException:  # an engine that raises has answered nothing: these slots are free, now that it is quiet
+            self._free[slots[first:]] = True
+            raise
         self.flush_departures()
         return statuses
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """Where an engine raises, wait until it is quiet: or bytes would move in memory that is somebody else's."""
+        try:
+            yield
+        except BaseException:
+            self._io.settle()
+            raise
 
     def _write(
         self, slots: npt.NDArray[np.int64], records: GroupRecords, addresses: npt.NDArray[np.uint64], cause: Cause
     ) -> Statuses:
         """Write groups into `slots`, and note those that are whole."""
         sequences = self._next_sequences(len(slots))
-        good, checksums, proofs = self._write_slots(slots, records, sequences, addresses, cause)
+        good, checksums, proofs = self._writer.write(slots, records, sequences, addresses, cause)
         self._stats.num_failed += int((~good).sum())
         self._free[slots[~good]] = True
         rows = np.flatnonzero(good)
@@ -301,95 +313,6 @@ class FileTier:
 
     # Bytes
 
-    def _encrypted(
-        self,
-        slots: npt.NDArray[np.int64],
-        records: GroupRecords,
-        sequences: npt.NDArray[np.uint64],
-        addresses: npt.NDArray[np.uint64],
-    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8]]:
-        """Return where what goes to the file lies, until this is called again, and the proofs."""
-        if self._cipher is None:
-            return addresses, np.zeros((len(slots), self.layout.proof_bytes), np.uint8)
-        lengths = np.array(self.layout.fragment_padded_bytes)
-        sizes = np.broadcast_to(lengths, addresses.shape)
-        targets = (address_of(self._memory) + np.cumsum(sizes).reshape(sizes.shape) - sizes).astype(np.uint64)
-        parts = np.arange(len(lengths))
-        return targets, self._cipher.encrypt(records, sequences, slots, parts, addresses, targets, sizes)
-
-    def _write_packed(
-        self,
-        slots: npt.NDArray[np.int64],
-        records: GroupRecords,
-        sequences: npt.NDArray[np.uint64],
-        addresses: npt.NDArray[np.uint64],
-        cause: Cause,
-    ) -> Written:
-        """Write headers and fragments at once, in portions: one is hashed while the drive has the one before."""
-        num, num_fragments = addresses.shape
-        addresses, proofs = self._encrypted(slots, records, sequences, addresses)
-        checksums, good = np.empty((num, num_fragments), np.uint64), np.zeros(num, np.bool_)
-        pages = aligned_buffer(num * self.layout.header_bytes).reshape(num, self.layout.header_bytes)
-        self.table.has_header[slots] = True  # even a failed write may have landed
-        portion = max(1, PORTION_BYTES // self.layout.slot_bytes)
-        begun: list[tuple[slice, Merged]] = []
-        for first in range(0, num, portion):
-            rows = slice(first, min(num, first + portion))
-            fragments = np.tile(np.arange(num_fragments), rows.stop - first)
-            at = addresses[rows].ravel()
-            checksums[rows] = self._io.checksums(fragments, at).reshape(-1, num_fragments)
-            self._codec.encode(records.take(rows), sequences[rows], checksums[rows], pages[rows], proofs[rows])
-            parts = self._io.fragment_ops(np.repeat(slots[rows], num_fragments), fragments, at, WRITE)
-            batch = np.concatenate([self._io.header_ops(slots[rows], pages[rows], WRITE), parts])
-            begun.append((rows, self._io.begin(batch)))
-            if len(begun) > 1:
-                self._end_packed(*begun.pop(0), slots, good, cause)
-        for rows, merged in begun:
-            self._end_packed(rows, merged, slots, good, cause)
-        return good, checksums, proofs
-
-    def _end_packed(
-        self, rows: slice, merged: Merged, slots: npt.NDArray[np.int64], good: npt.NDArray[np.bool_], cause: Cause
-    ) -> None:
-        """Wait for one portion and note which of its slots are whole."""
-        num = rows.stop - rows.start
-        per_slot = np.repeat(slots[rows], len(merged.part_of) // num - 1)
-        done = self._io.all_done(merged, cause, np.concatenate([slots[rows], per_slot]), None)
-        good[rows] = done[:num] & done[num:].reshape(num, -1).all(axis=1)
-
-    def _write_in_steps(
-        self,
-        slots: npt.NDArray[np.int64],
-        records: GroupRecords,
-        sequences: npt.NDArray[np.uint64],
-        addresses: npt.NDArray[np.uint64],
-        cause: Cause,
-    ) -> Written:
-        """Write in the three steps of the theory."""
-        num, num_fragments = addresses.shape
-        addresses, proofs = self._encrypted(slots, records, sequences, addresses)
-        pages = aligned_buffer(num * self.layout.header_bytes).reshape(num, self.layout.header_bytes)
-        good = np.ones(num, np.bool_)
-        stale = np.flatnonzero(self.table.has_header[slots])
-        if len(stale):
-            good[stale] = self._io.run(self._io.header_ops(slots[stale], pages, WRITE), "metadata", slots[stale])
-            self.table.has_header[slots[stale[good[stale]]]] = False
-        fragments = np.tile(np.arange(num_fragments), num)
-        rows = np.flatnonzero(good)
-        wanted = fragments[: len(rows) * num_fragments]
-        batch = self._io.fragment_ops(np.repeat(slots[rows], num_fragments), wanted, addresses[rows].ravel(), WRITE)
-        merged = self._io.begin(batch)
-        hashed = self._io.checksums(fragments, addresses.ravel())  # while the drive is busy
-        checksums = hashed.reshape(num, num_fragments)
-        done = self._io.all_done(merged, cause, np.repeat(slots[rows], num_fragments), wanted)
-        good[rows] = done.reshape(len(rows), num_fragments).all(axis=1)
-        self._codec.encode(records, sequences, checksums, pages, proofs)
-        rows = np.flatnonzero(good)
-        header_pages = pages if len(rows) == num else _aligned_copy(pages[rows])
-        self.table.has_header[slots[rows]] = True  # even a failed write may have landed
-        good[rows] = self._io.run(self._io.header_ops(slots[rows], header_pages, WRITE), "metadata", slots[rows])
-        return good, checksums, proofs
-
     def _next_sequences(self, num: int) -> npt.NDArray[np.uint64]:
         """Return the next `num` numbers in the order of writing."""
         self._sequence += num
@@ -411,9 +334,3 @@ class FileTier:
         lengths = np.array(self.layout.fragment_padded_bytes)[parts]
         about = table.records(groups), table.sequences[groups], groups, table.proofs[groups]
         return self._cipher.decrypt(*about, rows, parts, requests["address"], lengths)
-
-
-def _aligned_copy(pages: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    copy = aligned_buffer(pages.size).reshape(pages.shape)
-    copy[:] = pages
-    return copy

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,13 +24,13 @@ from kvtide.tiers.cipher import Cipher
 from kvtide.tiers.client import RegistersMemory, RemoteClient, RemoteDown, Values
 from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK, Cause, GroupRecords, Reason, Statuses, TierStats
 from kvtide.tiers.encryptedpieces import pieces_for
-from kvtide.tiers.envelope import HEADER_BYTES, MANIFEST, PLAIN, ZSTD, Envelope, checksums_at, worst
+from kvtide.tiers.envelope import HEADER_BYTES, MANIFEST, PLAIN, ZSTD, Envelope, checksums_at
+from kvtide.tiers.gate import Gate
 from kvtide.tiers.packing import Packer
+from kvtide.tiers.pieces import Pieces, Rows, worst
 
-CALL_BYTES_MAX = 32 << 20  # of values in one call of the client: bounds memory, and what a time-out covers
+WRITE_BYTES_MAX = 8 << 20  # of groups written before somebody who reads may come in between
 KNOWN_GROUPS = 16384  # groups whose manifests are remembered
-
-Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class RemoteTier:
     """A `Tier` on another machine.
 
     `stats` counts what this process wrote or found there; the remote may hold more, or have dropped some.
-    Threads: one at a time.
+    Threads: any; who reads goes before who writes, and waits for one call of a write at most.
     """
 
     def __init__(
@@ -79,84 +80,76 @@ class RemoteTier:
         self._num_groups = options.num_groups
         self._memory: list[npt.NDArray[np.uint8]] = []
         self._stats = TierStats(capacity_bytes=options.num_groups * layout.slot_bytes)
+        self.pieces = Pieces(self._envelope, self._packer, self._stats, self._encrypted)
+        self._gate = Gate()
 
     # The contract
 
     def lookup(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
         found = np.zeros(len(keys), np.bool_)
-        client = self._reach() if len(keys) else None
-        if client is None:
-            return found
-        try:
-            found = client.exists(self._envelope.manifest_names(keys))
-        except Exception as error:  # of a library too: the remote is an extra
-            self._give_up(error)
+        with self.reached(len(keys)) as client:
+            if client is not None:
+                found = client.exists(self._envelope.manifest_names(keys))
         return found
 
-    def find(self, keys: KeyArray) -> GroupRecords:
+    def find(self, keys: KeyArray, *, is_last: bool = False) -> GroupRecords:
         """Return the records of those of `keys` whose groups are there, in the order asked for.
 
-        One pass of the client, whatever the number of keys.
+        One pass of the client, whatever the number of keys. `is_last`: for somebody who only sends.
         """
-        client = self._reach() if len(keys) else None
         found = np.zeros(len(keys), np.bool_)
         rows = np.zeros(len(keys), self._envelope.manifest)
-        if client is not None:
-            try:
+        with self.reached(len(keys), is_last=is_last) as client:
+            if client is not None:
                 found, rows = self._fetch_manifests(client, keys)
-            except Exception as error:
-                self._give_up(error)
         return self._envelope.records(keys[found], rows[found])
 
     def read(self, keys: KeyArray, requests: npt.NDArray[np.void], *, cause: Cause) -> Statuses:
         del cause
-        statuses = np.full(len(requests), MISSING, np.uint8)
-        client = self._reach() if len(requests) else None
-        if client is None:
-            self._stats.num_failed += len(requests)
-            return statuses
-        try:
-            known, manifests = self._manifests_of(client, keys, requests["row"])
-            statuses[:] = self._read(client, keys, requests, known, manifests)
-            again = self._fetch_if_changed(client, keys, requests["row"][statuses != OK], known, manifests)
-            if len(again):  # written anew since its manifest was read: what was read may be of the one before
-                late = np.flatnonzero(np.isin(requests["row"], again))
-                statuses[late] = self._read(client, keys, requests[late], known, manifests)
-            is_known = known[requests["row"]]
-            self._stats.num_corrupt += int((statuses == CORRUPT).sum())
-            self._stats.num_failed += int(((statuses != OK) & (statuses != CORRUPT) & is_known).sum())
-            corrupt = np.unique(requests["row"][statuses == CORRUPT])
-            gone = np.setdiff1d(requests["row"][(statuses == MISSING) & is_known], corrupt)  # what failed may be there
-            self._remove(client, keys[corrupt], "corrupt")
-            self._remove(client, keys[gone], "evicted")
-        except Exception as error:  # of a library too: the remote is an extra
-            self._give_up(error)
+        statuses, is_done = np.full(len(requests), MISSING, np.uint8), False
+        with self.reached(len(requests)) as client:
+            if client is not None:
+                self._read_known(client, keys, requests, statuses)
+                is_done = True
+        if not is_done:
             self._stats.num_failed += int((statuses != OK).sum())
         return statuses
+
+    def _read_known(
+        self, client: RemoteClient, keys: KeyArray, requests: npt.NDArray[np.void], statuses: Statuses
+    ) -> None:
+        """Do what `read` does, as far as it comes: `statuses` are filled in."""
+        known, manifests = self._manifests_of(client, keys, requests["row"])
+        statuses[:] = self.pieces.read(client, keys, requests, known, manifests)
+        again = self._fetch_if_changed(client, keys, requests["row"][statuses != OK], known, manifests)
+        if len(again):  # written anew since its manifest was read: what was read may be of the one before
+            late = np.flatnonzero(np.isin(requests["row"], again))
+            statuses[late] = self.pieces.read(client, keys, requests[late], known, manifests)
+        is_known = known[requests["row"]]
+        self._stats.num_corrupt += int((statuses == CORRUPT).sum())
+        self._stats.num_failed += int(((statuses != OK) & (statuses != CORRUPT) & is_known).sum())
+        corrupt = np.unique(requests["row"][statuses == CORRUPT])
+        gone = np.setdiff1d(requests["row"][(statuses == MISSING) & is_known], corrupt)  # what failed may be there
+        self._remove(client, keys[corrupt], "corrupt")
+        self._remove(client, keys[gone], "evicted")
 
     def write(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], *, cause: Cause) -> Statuses:
         del cause
         statuses = np.full(len(records), FAILED, np.uint8)
-        client = self._reach() if len(records) else None
-        if client is not None:
-            step = max(1, CALL_BYTES_MAX // self.layout.slot_bytes)
-            try:
-                for start in range(0, len(records), step):
-                    part = slice(start, start + step)
+        step = max(1, WRITE_BYTES_MAX // self.layout.slot_bytes)
+        for start in range(0, len(records), step):
+            part = slice(start, start + step)
+            with self.reached(is_last=True) as client:
+                if client is not None:
                     statuses[part] = self._write(client, records.take(part), addresses[part])
-            except Exception as error:
-                self._give_up(error)
         self._stats.num_full += int((statuses == FULL).sum())
         self._stats.num_failed += int((statuses == FAILED).sum())
         return statuses
 
     def drop(self, keys: KeyArray, *, reason: Reason = "dropped") -> None:
-        client = self._reach() if len(keys) else None
-        if client is not None:
-            try:
+        with self.reached(len(keys)) as client:
+            if client is not None:
                 self._remove(client, keys, reason)
-            except Exception as error:
-                self._give_up(error)
 
     def stats(self) -> TierStats:
         self._stats.num_groups = len(self._manifests)
@@ -165,12 +158,13 @@ class RemoteTier:
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
         """Say that KV is written from this memory: some clients then do so without a copy."""
-        self._memory.append(memory)
-        try:
-            if isinstance(self._client, RegistersMemory):
-                self._client.register(memory)
-        except Exception as error:
-            self._give_up(error)
+        with self._gate.last():
+            self._memory.append(memory)
+            try:
+                if isinstance(self._client, RegistersMemory):
+                    self._client.register(memory)
+            except Exception as error:
+                self._give_up(error)
 
     def close(self) -> None:
         """Give the connection back. Idempotent."""
@@ -178,6 +172,22 @@ class RemoteTier:
             self._client.close()
 
     # The remote as a whole
+
+    @contextmanager
+    def reached(self, num: int = 1, *, is_last: bool = False) -> Iterator[RemoteClient | None]:
+        """Have the client to oneself: None where the remote is left alone, or nothing (`num` 0) is asked of it.
+
+        What goes wrong meanwhile ends the block and nothing else: the remote is an extra.
+        """
+        if not num:  # who asks nothing does not wait for those who do
+            yield None
+            return
+        with self._gate.last() if is_last else self._gate.first():
+            client = self._reach()
+            try:
+                yield client
+            except Exception as error:  # of a library too
+                self._give_up(error)
 
     def _reach(self) -> RemoteClient | None:
         """Return the client, None while the remote is left alone; probe it when that has been long enough."""
@@ -213,7 +223,7 @@ class RemoteTier:
         lengths = np.full(num, size, np.int64)
         values = Values(np.zeros((num, HEADER_BYTES), np.uint8), addresses, lengths)
         found = np.flatnonzero(client.get(envelope.manifest_names(keys), values) == OK)
-        self._count_read(len(found), int(lengths[found].sum()))
+        self.pieces.count_read(len(found), int(lengths[found].sum()))
         zeros = np.zeros(len(found), np.int64)
         checked, checksums, _ = envelope.check(
             values.headers[found], keys[found], zeros + MANIFEST, zeros, lengths[found], lengths[found]
@@ -272,98 +282,17 @@ class RemoteTier:
         manifests[asked[found]] = rows[found]
         return asked[found & is_other]
 
-    # Bytes
-
-    def _read(
-        self,
-        client: RemoteClient,
-        keys: KeyArray,
-        requests: npt.NDArray[np.void],
-        known: npt.NDArray[np.bool_],
-        manifests: npt.NDArray[np.void],
-    ) -> Statuses:
-        """Read fragments of groups whose manifests are known; of one's pieces the worst status counts."""
-        envelope = self._envelope
-        statuses = np.where(known[requests["row"]], OK, MISSING).astype(np.uint8)
-        wanted = np.flatnonzero(statuses == OK)
-        fragments = requests["fragment"][wanted].astype(np.int64)
-        counts = envelope.first[fragments + 1] - envelope.first[fragments]
-        of_request = np.repeat(wanted, counts)
-        starts = np.repeat(np.cumsum(counts) - counts, counts)
-        pieces = np.repeat(envelope.first[fragments], counts) + np.arange(len(of_request)) - starts
-        rows = requests["row"][of_request].astype(np.int64)
-        addresses = requests["address"][of_request] + envelope.offsets[pieces].astype(np.uint64)
-        ends = np.cumsum(envelope.lengths[pieces])
-        cuts = np.searchsorted(ends, np.arange(CALL_BYTES_MAX, ends[-1] if len(ends) else 0, CALL_BYTES_MAX))
-        for part in np.split(np.arange(len(pieces)), cuts):
-            got = self._read_pieces(client, keys, rows[part], pieces[part], addresses[part], manifests)
-            bad = part[got != OK]
-            np.maximum.at(statuses, of_request[bad], got[got != OK])
-        return statuses
-
-    def _read_pieces(
-        self,
-        client: RemoteClient,
-        keys: KeyArray,
-        rows: Rows,
-        pieces: Rows,
-        addresses: npt.NDArray[np.uint64],
-        manifests: npt.NDArray[np.void],
-    ) -> Statuses:
-        """Read and check pieces of the groups `keys[rows]`. Shapes: all but keys and manifests [n]; returns [n]."""
-        if not len(rows):
-            return np.zeros(0, np.uint8)
-        envelope = self._envelope
-        lengths, stored = envelope.lengths[pieces], manifests["stored_bytes"][rows, pieces].astype(np.int64)
-        places, packed = self._packer.places(addresses, lengths, stored)
-        values = Values(np.zeros((len(rows), HEADER_BYTES), np.uint8), places, stored)
-        got = client.get(envelope.piece_names(keys, rows, pieces), values)
-        found = np.flatnonzero(got == OK)
-        self._count_read(len(found), int(stored[found].sum()))
-        statuses = got.copy()
-        statuses[found], said, _ = envelope.check(
-            values.headers[found],
-            keys[rows[found]],
-            envelope.fragments[pieces[found]],
-            envelope.offsets[pieces[found]],
-            lengths[found],
-            stored[found],
-        )
-        good = found[statuses[found] == OK]
-        said = said[statuses[found] == OK]
-        unpacked = self._packer.unpack(packed, good, addresses, lengths)
-        real = checksums_at(addresses[good].tolist(), lengths[good].tolist(), len(good))
-        is_stale = said != manifests["checksums"][rows[good], pieces[good]]
-        statuses[good] = np.where(~unpacked | (real != said), CORRUPT, np.where(is_stale, MISSING, OK))
-        if self._encrypted is not None:
-            whole = np.flatnonzero(statuses == OK)
-            is_ours = self._encrypted.decrypt(
-                keys, rows[whole], manifests, pieces[whole], addresses[whole], lengths[whole]
-            )
-            statuses[whole[~is_ours]] = CORRUPT
-        return statuses
-
     def _write(self, client: RemoteClient, records: GroupRecords, addresses: npt.NDArray[np.uint64]) -> Statuses:
         """Store groups, pieces first and manifests last; what did not become whole is removed. Returns [n]."""
-        envelope, num, num_pieces = self._envelope, len(records), self._envelope.num_pieces
-        pieces, rows = np.tile(np.arange(num_pieces), num), np.repeat(np.arange(num), num_pieces)
-        lengths = envelope.lengths[pieces]
-        at = (addresses[:, envelope.fragments] + envelope.offsets.astype(np.uint64)).ravel()
-        at, encrypted = self._encrypted.encrypt(records, at) if self._encrypted is not None else (at, None)
-        checksums = checksums_at(at.tolist(), lengths.tolist(), len(at))
-        places, stored, held = self._packer.pack(at, lengths)
-        codecs = np.where(stored < lengths, ZSTD, PLAIN)
-        keys = records.keys[rows]
-        fragments, offsets = envelope.fragments[pieces], envelope.offsets[pieces]
-        headers = envelope.headers(keys, fragments, offsets, lengths, stored, checksums, codecs)
-        got = client.put(envelope.piece_names(records.keys, rows, pieces), Values(headers, places, stored, held))
-        self._count_written(got, stored)
-        statuses = worst(got.reshape(num, num_pieces))
+        at, encrypted = None, None
+        if self._encrypted is not None:
+            at, encrypted = self._encrypted.encrypt(records, self.pieces.places(addresses))
+        sent = self.pieces.put(client, records.keys, addresses, np.arange(self._envelope.num_pieces), at=at)
+        statuses = worst(sent.statuses)
         whole = np.flatnonzero(statuses == OK)
         if len(whole):
-            shape = (num, num_pieces)
-            manifests = envelope.manifests(
-                records.take(whole), checksums.reshape(shape)[whole], stored.reshape(shape)[whole], int(codecs.max())
+            manifests = self._envelope.manifests(
+                records.take(whole), sent.checksums[whole], sent.stored_bytes[whole], sent.codec
             )
             if encrypted is not None:
                 manifests["sequence"], manifests["proof"] = encrypted.sequences[whole], encrypted.proofs[whole]
@@ -378,7 +307,7 @@ class RemoteTier:
         checksums = checksums_at(addresses.tolist(), lengths.tolist(), num)
         headers = self._envelope.headers(keys, zeros + MANIFEST, zeros, lengths, lengths, checksums, zeros + PLAIN)
         statuses = client.put(self._envelope.manifest_names(keys), Values(headers, addresses, lengths))
-        self._count_written(statuses, lengths)
+        self.pieces.count_written(statuses, lengths)
         for index in np.flatnonzero(statuses == OK).tolist():
             self._remember(keys[index].tobytes(), manifests[index])
         return statuses
@@ -389,12 +318,3 @@ class RemoteTier:
         gone = [self._manifests.pop(key, None) for key in keys.tolist()]
         self._stats.note_dropped(len(gone) - gone.count(None), reason)
         client.remove(self._envelope.names(keys))
-
-    def _count_read(self, num: int, num_bytes: int) -> None:
-        self._stats.num_reads += num
-        self._stats.read_bytes += num_bytes + num * HEADER_BYTES
-
-    def _count_written(self, statuses: Statuses, lengths: Rows) -> None:
-        good = statuses == OK
-        self._stats.num_writes += int(good.sum())
-        self._stats.written_bytes += int(lengths[good].sum()) + int(good.sum()) * HEADER_BYTES

@@ -5,6 +5,7 @@ Knows where in the file a fragment of a slot lies. Decides nothing of what is ke
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -41,21 +42,21 @@ class SlotIo:
                 f"a fragment of {format_bytes(largest)} is more than one operation moves; make groups smaller"
             )
         self.engine = engine
-        self._fd, self._layout, self._stats, self._recorder = fd, layout, stats, recorder
-        self._num_batches, self._early = 0, dict[int, Completions]()
+        self._fd, self.layout, self._stats, self._recorder = fd, layout, stats, recorder
+        self._num_batches, self._under_way, self._early = 0, set[int](), dict[int, Completions]()
         self._offsets = np.array(layout.fragment_offset, np.uint64)
         self._lengths = np.array(layout.fragment_padded_bytes, np.uint32)
         self._views = [(ctypes.c_uint8 * length).from_address for length in layout.fragment_padded_bytes]
 
     def _start(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        return (PAGE_BYTES + slots * self._layout.slot_bytes).astype(np.uint64)
+        return (PAGE_BYTES + slots * self.layout.slot_bytes).astype(np.uint64)
 
     def header_ops(self, slots: npt.NDArray[np.int64], pages: npt.NDArray[np.uint8], kind: int) -> Batch:
         """Return operations on the headers of `slots`. Shapes: slots [n]; pages [n, header_bytes]."""
         batch = np.zeros(len(slots), OP)
-        batch["fd"], batch["kind"], batch["length"] = self._fd, kind, self._layout.header_bytes
+        batch["fd"], batch["kind"], batch["length"] = self._fd, kind, self.layout.header_bytes
         batch["offset"] = self._start(slots)
-        batch["address"] = address_of(pages) + np.arange(len(slots), dtype=np.uint64) * self._layout.header_bytes
+        batch["address"] = address_of(pages) + np.arange(len(slots), dtype=np.uint64) * self.layout.header_bytes
         return batch
 
     def fragment_ops(
@@ -81,6 +82,7 @@ class SlotIo:
         merged = merge(batch, bytes_max=OP_BYTES_MAX, gap_bytes_max=gap_bytes_max)
         self._num_batches = (self._num_batches + 1) % (1 << 31)
         merged.batch["tag"] += np.uint64(self._num_batches << 32)
+        self._under_way.add(self._num_batches)
         self.engine.submit(merged.batch)
         return merged
 
@@ -108,6 +110,7 @@ class SlotIo:
 
         Of a read that ends early, what came before its end is whole.
         Shapes: slots, fragments [n]; yields [m], [m].
+        Raises: IoError where the engine raised meanwhile, whatever for.
         """
         order = np.argsort(merged.part_of, kind="stable")
         bounds = np.searchsorted(merged.part_of[order], np.arange(len(merged.batch) + 1))
@@ -125,9 +128,23 @@ class SlotIo:
             parts = np.concatenate([order[bounds[tag] : bounds[tag + 1]] for tag in tags.tolist()])
             moved = np.where(whole | ~is_write, completions["length"], 0).astype(np.int64)
             yield parts, merged.end_of[parts] <= np.repeat(moved, bounds[tags + 1] - bounds[tags])
+        self._under_way.discard(number)
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight, whose ends nobody wants: an engine raised, and what it moves may go on.
+
+        Only then are slots and memory free for others. An engine that cannot even say so fails whoever asks it next.
+        """
+        self._early.clear()
+        self._under_way.clear()
+        with contextlib.suppress(Exception):  # the first failure is the one to tell
+            while len(self.engine.reap(1)):
+                pass
 
     def _reap(self, number: int) -> Completions:
         """Return completions of one batch, tags counted from 0; what ends of others meanwhile is kept for them."""
+        if number not in self._under_way:
+            raise IoError(errno.EIO, "given up with others, since the engine failed meanwhile")
         done = self._early.pop(number, None)
         while done is None:
             found = self.engine.reap(1)
@@ -176,7 +193,7 @@ class SlotIo:
         events["num_fragments"] = bounds[tags + 1] - bounds[tags]
         events["depth"], events["error"] = completions["depth"], completions["error"]
         events["slot"] = slots[first]
-        events["layer"] = -1 if fragments is None else fragments[first] // self._layout.parts_per_layer
+        events["layer"] = -1 if fragments is None else fragments[first] // self.layout.parts_per_layer
         self._recorder.record_ops(events)
 
 

@@ -1,7 +1,8 @@
 """A near tier over a far one, seen as one tier: the file of this machine over a remote that others share. Next: cache.
 
-Decides which of the two is asked and told. What is written goes to both; a far tier that fails never fails a near one.
-Forgetting is near only: what this machine needs no more, others may. The far tier makes room by itself, or by age.
+Decides which of the two is asked and told. What is written goes to both, to the far one by way of the outbox: a far
+tier that fails or hangs neither fails nor delays a near one. Forgetting is near only: what this machine needs no more,
+others may. The far tier makes room by itself, or by age.
 """
 
 from __future__ import annotations
@@ -28,17 +29,22 @@ from kvtide.tiers.contract import (
     TierStats,
 )
 from kvtide.tiers.file import FileTier
-from kvtide.tiers.remote import CALL_BYTES_MAX, RemoteTier
+from kvtide.tiers.outbox import CLOSE_S, OUTBOX_BYTES, OnDone, Outbox
+from kvtide.tiers.pieces import CALL_BYTES_MAX
+from kvtide.tiers.remote import RemoteTier
 
 
 class StackedTier:
     """A `Tier` of `near` (None: there is none) over `far`.
 
+    `is_patient`: what is written waits for room in the outbox instead of being refused. Set while nobody waits for KV.
     Threads: one at a time.
     """
 
-    def __init__(self, near: Tier | None, far: RemoteTier) -> None:
+    def __init__(self, near: Tier | None, far: RemoteTier, *, outbox_bytes: int = OUTBOX_BYTES) -> None:
         self.near, self.far, self.layout = near, far, far.layout
+        self.outbox = Outbox(far, outbox_bytes)
+        self.is_patient = False
         self._strays: set[bytes] = set()
 
     def lookup(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
@@ -75,15 +81,56 @@ class StackedTier:
         strays, self._strays = list(self._strays), set()
         return strays
 
-    def write(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], *, cause: Cause) -> Statuses:
-        there = self.far.find(records.keys).keys  # another machine wrote those; that a name exists is not enough
-        absent = np.flatnonzero(~np.isin(records.keys, there))
-        far = np.full(len(records), OK, np.uint8)
-        far[absent] = self.far.write(records.take(absent), addresses[absent], cause=cause)
+    def write(
+        self,
+        records: GroupRecords,
+        addresses: npt.NDArray[np.uint64],
+        *,
+        cause: Cause,
+        is_own: npt.NDArray[np.bool_] | None = None,
+    ) -> Statuses:
+        """Store groups in the near tier and send them to the far one; without a near tier, or where it fails, wait.
+
+        Groups that are `is_own` are of use to this process alone, and stay near.
+        """
+        shared = np.flatnonzero(~is_own) if is_own is not None else np.arange(len(records))
         if self.near is None:  # room is the remote's own affair: nothing dropped here would make any
+            far = np.full(len(records), FAILED, np.uint8)
+            far[shared] = self.outbox.write(records.take(shared), addresses[shared], cause=cause)
             return np.where(far == FULL, FAILED, far).astype(np.uint8)
         near = self.near.write(records, addresses, cause=cause)
-        return np.where((near == FAILED) & (far == OK), OK, near).astype(np.uint8)
+        failed = shared[near[shared] == FAILED]
+        near[failed] = self.outbox.write(records.take(failed), addresses[failed], cause=cause)
+        near[failed[near[failed] != OK]] = FAILED
+        stored = np.setdiff1d(shared, failed)
+        self._send(records.take(stored), addresses[stored], cause)
+        return near
+
+    def _send(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], cause: Cause) -> None:
+        """Send what there is room for, or, being patient, all; count the rest."""
+        start = 0
+        while start < len(records):
+            rest = slice(start, None)
+            num = self.outbox.send(records.take(rest), addresses[rest], cause=cause, is_patient=self.is_patient)
+            start += num
+            if not num or not self.is_patient:
+                break
+        self.outbox.note_refused(len(records) - start)
+
+    def begin(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], on_done: OnDone, *, cause: Cause) -> int:
+        """Send the first of some groups without waiting; return how many, for which `on_done` gets the statuses.
+
+        `on_done` is called on another thread. Shapes: addresses [n, F].
+        """
+        return self.outbox.send(records, addresses, cause=cause, is_patient=self.is_patient, on_done=on_done)
+
+    def drain(self) -> None:
+        """Return when nothing is on its way to the far tier any more, or that took too long."""
+        self.outbox.drain(CLOSE_S)
+
+    def close(self) -> None:
+        """Send what is queued, as long as that may take, and give the rest up. Idempotent."""
+        self.outbox.close()
 
     def push(self, keys: KeyArray, records: GroupRecords, *, cause: Cause) -> Statuses:
         """Write groups that either tier holds under `keys` to the far one, as `records`, of as many tokens or fewer.
@@ -104,7 +151,7 @@ class StackedTier:
             requests["address"] = addresses[: len(some)].ravel()
             is_read = (self.read(some, requests, cause=cause) == OK).reshape(len(some), num_fragments).all(axis=1)
             good = np.flatnonzero(is_read)
-            statuses[start + good] = self.far.write(records.take(start + good), addresses[good], cause=cause)
+            statuses[start + good] = self.outbox.write(records.take(start + good), addresses[good], cause=cause)
         return statuses
 
     def drop(self, keys: KeyArray, *, reason: Reason = "dropped") -> None:

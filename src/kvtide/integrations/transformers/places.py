@@ -64,6 +64,8 @@ class Below:
 
     def close(self) -> None:
         """Give files and connections back. Idempotent."""
+        if isinstance(self.tier, StackedTier):
+            self.tier.close()
         if self.remote is not None:
             self.remote.close()
         if self.namespace is not None:

@@ -120,8 +120,6 @@ class KvStore:
         except BaseException:
             self._below.close()
             raise
-        if self.remote is not None:
-            self.remote.register(self.cache.ledger.frame_pool.arena.buffer)
         self._wiring: Wiring | None = None
         self.selecting: Selecting | None = None
         self.drafter: Drafter | None = None
