@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from inprocess import kvtide
 from kvhelp import small_identity
 from kvtide import ConfigError
 from kvtide.blocks import KEY
@@ -69,6 +70,7 @@ def test_what_is_stored_comes_back_and_nothing_of_it_is_in_the_files(tmp_path, i
     for key in KEYS:
         assert not any(group_bytes(LAYOUT, key, 0, part).tobytes()[:32] in stored for part in range(3))
     assert list_namespaces(tmp_path / "s")[0].num_groups == 5
+    assert MASTER.name in kvtide("store", "ls", str(tmp_path / "s")).stdout
     assert verify_namespace(opened.path).is_fine  # checksums tell flipped bits without the key
     again = open_encrypted(tmp_path / "s")
     check_whole(again.tier)
