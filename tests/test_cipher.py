@@ -237,3 +237,21 @@ def test_chunks_of_engines_are_encrypted(tmp_path):
     assert again.load(keys, addresses).tolist() == [OK]
     np.testing.assert_array_equal(source[:6000], wanted[:6000])
     again.close()
+
+
+@pytest.mark.parametrize("master", [None, MASTER])
+@pytest.mark.parametrize("pieces", [(1000, 1000, 1000), (2000, 4000), (4096, 8192), (5000,)])
+def test_chunks_of_any_pieces_are_found_by_who_looks_and_left_there(tmp_path, pieces, master):
+    """Who looks knows the identity alone: the slots that follow from it are those of the store that wrote them."""
+    made = ChunkOptions(tmp_path, 1 << 20, sum(pieces), "model", piece_bytes=pieces, master=master)
+    assert made.identity().slot() == made.slot_layout()
+    source, keys = aligned_buffer(16384), np.frombuffer(KEYS[0], KEY)
+    starts = np.cumsum(pieces) - pieces
+    store = ChunkStore(made)
+    assert store.store(keys, (address_of(source) + starts).astype(np.uint64)[None]).tolist() == [OK]
+    store.close()
+    assert list_namespaces(tmp_path)[0].num_groups == 1
+    assert verify_namespace(store.path).num_ok == 1
+    again = ChunkStore(made)
+    assert again.num_chunks == 1
+    again.close()
