@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from inprocess import kvtide
 from kvhelp import small_identity
 from kvtide import ConfigError
 from kvtide.blocks import KEY
@@ -69,6 +70,7 @@ def test_what_is_stored_comes_back_and_nothing_of_it_is_in_the_files(tmp_path, i
     for key in KEYS:
         assert not any(group_bytes(LAYOUT, key, 0, part).tobytes()[:32] in stored for part in range(3))
     assert list_namespaces(tmp_path / "s")[0].num_groups == 5
+    assert MASTER.name in kvtide("store", "ls", str(tmp_path / "s")).stdout
     assert verify_namespace(opened.path).is_fine  # checksums tell flipped bits without the key
     again = open_encrypted(tmp_path / "s")
     check_whole(again.tier)
@@ -234,4 +236,22 @@ def test_chunks_of_engines_are_encrypted(tmp_path):
     source[:] = 0
     assert again.load(keys, addresses).tolist() == [OK]
     np.testing.assert_array_equal(source[:6000], wanted[:6000])
+    again.close()
+
+
+@pytest.mark.parametrize("master", [None, MASTER])
+@pytest.mark.parametrize("pieces", [(1000, 1000, 1000), (2000, 4000), (4096, 8192), (5000,)])
+def test_chunks_of_any_pieces_are_found_by_who_looks_and_left_there(tmp_path, pieces, master):
+    """Who looks knows the identity alone: the slots that follow from it are those of the store that wrote them."""
+    made = ChunkOptions(tmp_path, 1 << 20, sum(pieces), "model", piece_bytes=pieces, master=master)
+    assert made.identity().slot() == made.slot_layout()
+    source, keys = aligned_buffer(16384), np.frombuffer(KEYS[0], KEY)
+    starts = np.cumsum(pieces) - pieces
+    store = ChunkStore(made)
+    assert store.store(keys, (address_of(source) + starts).astype(np.uint64)[None]).tolist() == [OK]
+    store.close()
+    assert list_namespaces(tmp_path)[0].num_groups == 1
+    assert verify_namespace(store.path).num_ok == 1
+    again = ChunkStore(made)
+    assert again.num_chunks == 1
     again.close()

@@ -189,6 +189,7 @@ def _identity_words(identity: Identity) -> list[tuple[str, str]]:
         ("KV", f"{identity.dtype.value}, {len(identity.layers)} layers, {identity.layout.value}{cut}{rank}"),
         ("blocks", f"{identity.block_tokens} tokens each, {identity.group_blocks} in a group"),
         ("digests", f"weights {identity.weights_digest[:16]}, tokenizer {identity.tokenizer_digest[:16]}"),
+        *([("encrypted", identity.encryption)] if identity.encryption else []),
     ]
     if identity.adapter:
         rows.insert(1, ("adapter", identity.adapter))

@@ -24,6 +24,7 @@ from kvtide.spec.geometry import Dtype, shown, whole_number
 from kvtide.spec.layout import (
     BLOCK_TOKENS_MAX,
     GROUP_BLOCKS_MAX,
+    PAGE_BYTES,
     SPLITS,
     TP_MAX,
     KVShape,
@@ -173,9 +174,17 @@ class Identity:
 
         Raises: ConfigError if its layers cannot be cut as it says.
         """
-        return SlotLayout(
-            self.shape(), self.block_tokens, self.group_blocks, self.split, is_encrypted=bool(self.encryption)
-        )
+        shape = self.shape()
+        if self.is_chunk and any(layer.k_bytes % PAGE_BYTES for layer in shape.layers):  # they lie side by side
+            shape = KVShape(self.dtype, (LayerShape(sum(layer.k_bytes for layer in shape.layers), 0, 1),), (0,))
+        is_encrypted = bool(self.encryption)
+        return SlotLayout(shape, self.block_tokens, self.group_blocks, self.split, is_encrypted=is_encrypted)
+
+    @property
+    def is_chunk(self) -> bool:
+        """Whether this is another engine's chunk, whose pieces in memory are told as layers: see `chunks.options`."""
+        is_one = self.block_tokens == self.group_blocks == 1 and not self.rope and self.tokenizer_digest == "0" * 64
+        return is_one and not any(v_bytes for _, _, v_bytes, _, _ in self.layers)
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "identity.json") -> Identity:
