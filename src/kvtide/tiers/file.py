@@ -16,7 +16,8 @@ fragments when it is read.
 
 from __future__ import annotations
 
-from collections.abc import KeysView
+import contextlib
+from collections.abc import Iterator, KeysView
 from itertools import repeat
 
 import numpy as np
@@ -141,6 +142,10 @@ class FileTier:
         return self._slot_of.keys()
 
     def read(self, keys: KeyArray, requests: npt.NDArray[np.void], *, cause: Cause) -> Statuses:
+        with self._consistent():
+            return self._read_requests(keys, requests, cause)
+
+    def _read_requests(self, keys: KeyArray, requests: npt.NDArray[np.void], cause: Cause) -> Statuses:
         slots = self.slots_of(keys)[requests["row"]]
         statuses = np.where(slots < 0, MISSING, OK).astype(np.uint8)
         wanted = np.flatnonzero(slots >= 0)
@@ -173,6 +178,10 @@ class FileTier:
         return np.concatenate(lost) if lost else wanted[:0]
 
     def write(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], *, cause: Cause) -> Statuses:
+        with self._consistent():
+            return self._write_records(records, addresses, cause)
+
+    def _write_records(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], cause: Cause) -> Statuses:
         statuses = np.full(len(records), FULL, np.uint8)
         slots = self._allocate(len(records), self.slots_of(records.parents[:1])[0] if len(records) else -1)
         num = len(slots)
@@ -196,8 +205,9 @@ class FileTier:
 
     def unlist(self, keys: KeyArray, reason: Reason) -> None:
         """Do what `drop` does in memory, so it never waits; `flush_departures` is to follow."""
-        slots = self.slots_of(keys)
-        self._drop_slots(slots[slots >= 0], reason)
+        with self._consistent():
+            slots = self.slots_of(keys)
+            self._drop_slots(slots[slots >= 0], reason)
 
     def flush_departures(self) -> None:
         """Write down what was noted of groups that left."""
@@ -245,6 +255,18 @@ class FileTier:
             self._release(old)
         self._slot_of[key] = slot
         self._free[slot] = False
+
+    @contextlib.contextmanager
+    def _consistent(self) -> Iterator[None]:
+        """Leave nothing under way and no slot without an owner, whatever interrupts: Ctrl-C may come anywhere."""
+        try:
+            yield
+        except BaseException:
+            self._io.settle()
+            self.table.used[:] = False
+            self.table.used[list(self._slot_of.values())] = True
+            self._free = ~self.table.used
+            raise
 
     def _release(self, slot: int) -> None:
         self._free[slot] = True

@@ -22,6 +22,7 @@ from kvtide.tiers.contract import Cause, TierStats
 from kvtide.trace.events import CAUSES
 from kvtide.trace.record import OP_EVENT, Recorder
 
+_ALL = 1 << 31  # an engine waits for no more than there are
 OP_BYTES_MAX = 1 << 20  # large enough for full bandwidth on any drive measured, small enough to keep depth
 
 
@@ -77,6 +78,11 @@ class SlotIo:
         merged.batch["tag"] += np.uint64(self._num_batches << 32)
         self.engine.submit(merged.batch)
         return merged
+
+    def settle(self) -> None:
+        """Wait for whatever is under way and forget it: who began it was interrupted, and its memory may go."""
+        self.engine.reap(_ALL)
+        self._early.clear()
 
     def all_done(
         self,
