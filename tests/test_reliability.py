@@ -122,7 +122,8 @@ def test_clocks_that_jump_change_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         check_slots(space.tier)
         path = space.path
         space.close()
-    assert read_departures(path / "departures.kvt")[GROUPS.records(KEYS[:1]).block_keys[0, 0]].reason == "evicted"
+    left = GROUPS.records(KEYS[:1]).block_keys[0, 0].tobytes()
+    assert read_departures(path / "departures.kvt")[left].reason == "evicted"
     store, memory = ChunkStore(chunk_options(tmp_path / "chunks")), Memory(4, 8192, seed=1)
     assert (store.store(keys(4), memory.addresses) == OK).all()
     store.close()
@@ -310,7 +311,7 @@ def test_hundreds_of_openings_leave_no_memory_descriptor_or_thread(tmp_path: Pat
 # The programs that run for hours
 
 
-@pytest.mark.parametrize("words", [("--minutes", "0.04"), ("--kills", "6")])
+@pytest.mark.parametrize("words", [("--minutes", "0.04"), ("--kills", "12")])
 def test_a_soak_runs_and_says_what_it_did(tmp_path: Path, words: tuple[str, str]) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, "fuzz/soak.py", *words, "--seed", "1", "--dir", tmp_path / "soak", "-o", out]
@@ -319,5 +320,5 @@ def test_a_soak_runs_and_says_what_it_did(tmp_path: Path, words: tuple[str, str]
     assert "seed 1" in done.stderr
     found = json.loads(out.read_text())
     assert found["failures"] == found["leaks"]["found"] == []
-    assert found["verified_bytes"] > 0
+    assert "--kills" not in words or found["kills"] >= 12
     assert found["environment"]["commit"]
