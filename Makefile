@@ -2,8 +2,11 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: run test check bench bench-peers bench-predict fuzz fmt clean test-engines test-vllm
+.PHONY: run test check bench bench-peers bench-predict fuzz fmt clean test-engines test-vllm soak test-mutants
 FUZZ_S := 60
+SOAK_MINUTES := 62
+KILLS := 3000
+STATES := 20000
 .DEFAULT_GOAL := run
 
 $(STAMP): pyproject.toml constraints.txt
@@ -85,6 +88,16 @@ fuzz: $(STAMP)
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
 	$(PY) fuzz/importers.py -max_total_time=$(FUZZ_S) -max_len=4096 -rss_limit_mb=4096
 	$(PY) fuzz/store.py -max_total_time=$(FUZZ_S) -max_len=1024 -rss_limit_mb=4096
+
+# What kvtide's own store lives through: docs/reliability.md says what each of them proves.
+soak: $(STAMP)
+	$(PY) fuzz/soak.py --minutes $(SOAK_MINUTES)
+	$(PY) fuzz/soak.py --kills $(KILLS)
+	$(PY) fuzz/crash_states.py --states $(STATES)
+
+# Deliberate defects, each of which some test must catch.
+test-mutants: $(STAMP)
+	$(PY) fuzz/mutants.py
 
 fmt: $(STAMP)
 	$(VENV)/bin/ruff format src tests benchmarks fuzz tools

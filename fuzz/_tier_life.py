@@ -55,6 +55,8 @@ class TierLife:
 
     def begin(self) -> None:
         """Open what the one before left, and check all of it."""
+        if self._ballast is not None:
+            self._ballast.unlink(missing_ok=True)  # of an owner that was killed on a full disk
         if self._may_shrink():
             self._ledger.expose(np.arange(self._ledger.num_keys))
         self._open(self._num_slots)

@@ -40,6 +40,7 @@ class Worker:
     role: str
     root: Path
     seed: int
+    folder: Path  # of the whole soak
     ballast: Path | None = None
     ledger: Ledger = field(init=False)
     life: int = 0
@@ -58,7 +59,7 @@ class Worker:
     @property
     def failure(self) -> Path:
         """Where a worker that finds something wrong says so."""
-        return self.root.parent / f"failure-{self.number}.txt"
+        return self.folder / f"failure-{self.number}.txt"
 
     def make(self) -> TierLife | ChunkLife | CacheLife | OpeningLife:
         """Return what the next process of this worker does."""
@@ -92,7 +93,7 @@ class Worker:
             self.ledger.counts[-1] = self.life
             life.work(until)
             if isinstance(life, OpeningLife):
-                (self.root.parent / "samples.json").write_text(json.dumps(life.samples))
+                (self.folder / "samples.json").write_text(json.dumps(life.samples))
         except KeyboardInterrupt:
             os._exit(INTERRUPTED)
         except BaseException:  # the parent shows it, and the seed
@@ -182,7 +183,7 @@ class Herd:
     def end(self) -> None:
         """End every worker that lives."""
         for worker in self.workers:
-            if worker.pid and worker.role != "opening":
+            if worker.pid and (worker.role != "opening" or self.toll.failures):
                 worker.send(signal.SIGKILL)
                 worker.send(signal.SIGCONT)
         for worker in self.workers:

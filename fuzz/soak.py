@@ -93,7 +93,7 @@ def workers_of(args: argparse.Namespace, folder: Path, small: Path | None) -> li
         root = small / "store" if role == "full" and small is not None else folder / f"{role}-{number}"
         ballast = small / "ballast" if role == "full" and small is not None else None
         if args.only in {None, number}:
-            workers.append(Worker(number, role, root, args.seed, ballast))
+            workers.append(Worker(number, role, root, args.seed, folder, ballast))
     return workers
 
 

@@ -16,8 +16,8 @@ fragments when it is read.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, KeysView
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
 
@@ -157,30 +157,28 @@ class FileTier:
         return self._slot_of.keys()
 
     def read(self, keys: KeyArray, requests: npt.NDArray[np.void], *, cause: Cause) -> Statuses:
-        return self.finish_read(self.begin_read(keys, requests, cause=cause))
+        with self._consistent():
+            return self.finish_read(self.begin_read(keys, requests, cause=cause))
 
     def begin_read(self, keys: KeyArray, requests: npt.NDArray[np.void], *, cause: Cause) -> Reading:
         """Begin what `finish_read` ends; several may be under way, and meanwhile nothing is written."""
         slots = self.slots_of(keys)[requests["row"]]
         reading = Reading(slots, requests, np.where(slots < 0, MISSING, OK).astype(np.uint8), cause)
-        with self._settled():
+        with self._consistent():
             self._begin(reading, np.flatnonzero(slots >= 0), self._gap_bytes_max)
-        return reading
+            return reading
 
     def finish_read(self, reading: Reading) -> Statuses:
         """Wait for the bytes and verify them; return what became of each request."""
-        with self._settled():
+        with self._consistent():
             lost = self._finish(reading)
             if len(lost) and self._gap_bytes_max:  # perhaps for bytes between them that nobody wants
                 self._begin(reading, lost, 0)
                 lost = self._finish(reading)
-        statuses = reading.statuses
-        statuses[lost] = FAILED
-        self._stats.num_failed += len(lost)
-        self._drop_slots(
-            reading.slots[statuses == CORRUPT], "corrupt"
-        )  # noted now, written with the next drop or write
-        return statuses
+            reading.statuses[lost] = FAILED
+            self._stats.num_failed += len(lost)
+            self._drop_slots(reading.slots[reading.statuses == CORRUPT], "corrupt")  # written down with what comes next
+            return reading.statuses
 
     def _begin(self, reading: Reading, wanted: npt.NDArray[np.intp], gap_bytes_max: int) -> None:
         requests = reading.requests[wanted]
@@ -198,6 +196,10 @@ class FileTier:
         return np.concatenate(lost) if lost else wanted[:0]
 
     def write(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], *, cause: Cause) -> Statuses:
+        with self._consistent():
+            return self._write_records(records, addresses, cause)
+
+    def _write_records(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], cause: Cause) -> Statuses:
         statuses = np.full(len(records), FULL, np.uint8)
         slots = self._allocate(len(records), self.slots_of(records.parents[:1])[0] if len(records) else -1)
         num = len(slots)
@@ -205,25 +207,11 @@ class FileTier:
         if not num:
             return statuses
         step = num if self._cipher is None else max(1, PORTION_BYTES // self.layout.slot_bytes)  # bounds what is copied
-        try:
-            for first in range(0, num, step):
-                rows = slice(first, min(num, first + step))
-                with self._settled():
-                    statuses[rows] = self._write(slots[rows], records.take(rows), addresses[rows], cause)
-        except BaseException:  # an engine that raises has answered nothing: these slots are free, now that it is quiet
-            self._free[slots[first:]] = True
-            raise
+        for first in range(0, num, step):
+            rows = slice(first, min(num, first + step))
+            statuses[rows] = self._write(slots[rows], records.take(rows), addresses[rows], cause)
         self.flush_departures()
         return statuses
-
-    @contextmanager
-    def _settled(self) -> Iterator[None]:
-        """Where an engine raises, wait until it is quiet: or bytes would move in memory that is somebody else's."""
-        try:
-            yield
-        except BaseException:
-            self._io.settle()
-            raise
 
     def _write(
         self, slots: npt.NDArray[np.int64], records: GroupRecords, addresses: npt.NDArray[np.uint64], cause: Cause
@@ -245,8 +233,9 @@ class FileTier:
 
     def unlist(self, keys: KeyArray, reason: Reason) -> None:
         """Do what `drop` does in memory, so it never waits; `flush_departures` is to follow."""
-        slots = self.slots_of(keys)
-        self._drop_slots(slots[slots >= 0], reason)
+        with self._consistent():
+            slots = self.slots_of(keys)
+            self._drop_slots(slots[slots >= 0], reason)
 
     def flush_departures(self) -> None:
         """Write down what was noted of groups that left."""
@@ -294,6 +283,18 @@ class FileTier:
             self._release(old)
         self._slot_of[key] = slot
         self._free[slot] = False
+
+    @contextlib.contextmanager
+    def _consistent(self) -> Iterator[None]:
+        """Leave nothing under way and no slot without an owner, whatever interrupts: an engine that raises, Ctrl-C."""
+        try:
+            yield
+        except BaseException:
+            self._io.settle()
+            self.table.used[:] = False
+            self.table.used[list(self._slot_of.values())] = True
+            self._free = ~self.table.used
+            raise
 
     def _release(self, slot: int) -> None:
         self._free[slot] = True
