@@ -73,7 +73,9 @@ def prefill(store: KvStore, tokens: list[int], salt: str, on_progress: Callable[
 
     Raises: RemoteDown if not all of it is there in the end.
     """
+    assert isinstance(store.tier, StackedTier), "a role was checked without a remote"
     assert store.remote is not None, "a role was checked without a remote"
+    store.tier.is_patient = True  # sending is what this process is for
     started = time.perf_counter_ns()
     session = store.session(tokens, salt=salt)
     try:
