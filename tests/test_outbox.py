@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -227,3 +228,26 @@ def test_who_reads_enters_before_who_sends() -> None:
     for thread in threads:
         thread.join(60)
     assert order == ["first", "first", "last", "last"]
+
+
+@pytest.mark.parametrize("has_near", [True, False], ids=["over a near tier", "remote alone"])
+def test_kv_that_only_its_session_can_use_is_not_sent(has_near: bool) -> None:
+    layout, client = small_layout(), DictClient()
+    near = sim_tier(SimDrive(MODEL), layout, 20) if has_near else None
+    cache = small_cache(layout, StackedTier(near, far_tier(client, layout)), tokens=256, dram_groups=20)
+    walker, sequence, seal = Walker(cache), cache.open(A), cache.seal
+    walker.step([sequence], [A[:20]])  # two groups and a half
+    cache.seal = functools.partial(seal, is_exact=False)  # type: ignore[method-assign]
+    walker.step([sequence], [A[20:50]])
+    own = sequence.units[2:]
+    cache.flush()
+    assert cache.ledger.is_own[own].all()
+    assert not cache.ledger.is_own[sequence.units[:2]].any()
+    assert sum(name.endswith(":m") for name in client.values) == 2
+    if near is not None:
+        assert near.stats().num_groups == len(sequence.units), "here it may be evicted and read back"
+    cache.drain()
+    assert cache.num_refused == 0
+    cache.release(sequence)
+    cache.close()
+    assert sum(name.endswith(":m") for name in client.values) == 2

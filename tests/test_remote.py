@@ -58,7 +58,7 @@ def as_keys(keys: list[bytes]) -> np.ndarray:
 
 
 def name_of(tier: RemoteTier, key: bytes, what: str) -> str:
-    return tier._envelope.manifest_names(as_keys([key]))[0][:-1] + what
+    return tier.envelope.manifest_names(as_keys([key]))[0][:-1] + what
 
 
 # What lies under our names

@@ -132,7 +132,7 @@ def test_only_what_is_corrupt_is_removed_as_corrupt() -> None:
     client = DictClient()
     tier, groups = over(client)
     assert groups.write(tier, KEYS, [1] * 4) == [OK] * 4
-    names = [tier._envelope.manifest_names(as_keys([key]))[0][:-1] + "1" for key in KEYS]
+    names = [tier.envelope.manifest_names(as_keys([key]))[0][:-1] + "1" for key in KEYS]
     client.values[names[0]] = client.values[names[0]][:-1] + b"?"
     del client.values[names[1]]
     client.failing = {names[2]}

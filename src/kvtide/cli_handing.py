@@ -19,10 +19,12 @@ from kvtide.errors import ConfigError
 from kvtide.tiers.client import RemoteDown
 from kvtide.tiers.contract import OK, GroupRecords
 from kvtide.tiers.stacked import StackedTier
+from kvtide.tiers.streams import Arrival, Publisher
 from kvtide.units import format_ns, printable
 
 if TYPE_CHECKING:
     from kvtide.integrations.transformers import KvStore
+    from kvtide.integrations.transformers.store import Session
     from kvtide.integrations.transformers.turns import Conversation, Turn
 
 ROLES = ("both", "prefill", "decode")
@@ -73,20 +75,23 @@ def prefill(store: KvStore, tokens: list[int], salt: str, on_progress: Callable[
 
     Raises: RemoteDown if not all of it is there in the end.
     """
+    assert isinstance(store.tier, StackedTier), "a role was checked without a remote"
     assert store.remote is not None, "a role was checked without a remote"
+    store.tier.is_patient = True  # sending is what this process is for
     started = time.perf_counter_ns()
     session = store.session(tokens, salt=salt)
     try:
         session.prefill(on_progress)
+        groups = _groups(store, tokens[:-1], salt)
         if session.kv.num_tokens < len(tokens) - 1:
-            session.forward(session.kv.num_tokens, len(tokens) - 1)
+            run = _stream_last_step if store.remote.can_stream else _run_last_step
+            run(store, session, groups, len(tokens) - 1)
         computed = time.perf_counter_ns()
         store.cache.flush()
         matched = session.matched.num_tokens
     finally:
         session.release()
     store.cache.drain()
-    groups = _groups(store, tokens[:-1], salt)
     missing = len(groups) - len(store.remote.find(groups.keys))
     if missing:  # what the file tier had already was not written anew
         missing -= _push(store, tokens[:-1], groups, salt)
@@ -95,6 +100,29 @@ def prefill(store: KvStore, tokens: list[int], salt: str, on_progress: Callable[
     ended = time.perf_counter_ns()
     key = groups.keys[-1].tobytes().hex() if len(groups) else ""
     return Prefilled(key, len(tokens) - 1, len(groups), matched, computed - started, ended - computed)
+
+
+def _run_last_step(_store: KvStore, session: Session, _groups: GroupRecords, num_tokens: int) -> None:
+    session.forward(session.kv.num_tokens, num_tokens)
+
+
+def _stream_last_step(store: KvStore, session: Session, groups: GroupRecords, num_tokens: int) -> None:
+    """Run the last step up to `num_tokens`, and send each layer of the groups it completes once it is computed."""
+    assert store.remote is not None, "a role was checked without a remote"
+    kv, ledger = session.kv, store.cache.ledger
+    first, is_whole = kv.num_tokens // store.layout.tokens_per_group, False
+    publisher = Publisher(store.remote, groups, first)
+
+    def publish(layer: int) -> None:
+        publisher.layer(layer, ledger.frame_pool.addresses(ledger.frames[kv.sequences[0].units[first:]]))
+
+    kv.on_layer = publish
+    try:
+        session.forward(kv.num_tokens, num_tokens)
+        is_whole = True
+    finally:
+        kv.on_layer = None
+        publisher.finish(is_whole=is_whole)
 
 
 def _groups(store: KvStore, tokens: list[int], salt: str) -> GroupRecords:
@@ -143,11 +171,15 @@ def wait_for_kv(store: KvStore, tokens: list[int], salt: str, wait_s: float) -> 
     """
     assert store.remote is not None, "a role was checked without a remote"
     started, pause_s, num = time.perf_counter_ns(), POLL_S, len(tokens) - 1
-    last = _groups(store, tokens[:num], salt).keys[-1:]
+    groups = _groups(store, tokens[:num], salt)
+    last, tier = groups.keys[-1:], store.tier
+    if isinstance(tier, StackedTier) and len(groups) and store.remote.can_stream:
+        tier.arrival = Arrival(tier.far, groups)
     arrived = store.cache.match(tokens[:num], salt=salt).num_tokens
     while arrived < num and (left_s := wait_s - (time.perf_counter_ns() - started) / 1e9) > 0:
         time.sleep(min(pause_s, left_s))
-        if left_s <= pause_s or len(store.remote.find(last)):
+        has_begun = isinstance(tier, StackedTier) and tier.arrival is not None and tier.arrival.has_begun()
+        if left_s <= pause_s or has_begun or len(store.remote.find(last)):
             arrived = store.cache.match(tokens[:num], salt=salt).num_tokens
         pause_s = min(2 * pause_s, POLL_S_MAX)
     return Awaited(time.perf_counter_ns() - started, arrived, len(tokens))
@@ -188,7 +220,10 @@ class Handing:
             told["handed"] = asdict(self._prefilled)
         if self._awaited is not None and turns:
             transfer_ns, ttft_ns = turns[0].prefill.wait_ns, turns[0].ttft_ns
-            split = {"transfer_ns": transfer_ns, "first_token_ns": ttft_ns - transfer_ns}
+            tier = self._store.tier
+            arrival = tier.arrival if isinstance(tier, StackedTier) else None
+            split: dict[str, float] = {"overlapped_share": arrival.overlapped_share if arrival else 0.0}
+            split |= {"transfer_ns": transfer_ns, "first_token_ns": ttft_ns - transfer_ns}
             told["handed"] = asdict(self._awaited) | split | {"ttft_ns": self._awaited.wait_ns + ttft_ns}
         return told
 
@@ -202,4 +237,5 @@ class Handing:
         told = {name: format_ns(value) for name, value in handed.items() if name.endswith("_ns")}
         arrived = f"KV of {handed['arrived_tokens']} of {handed['prompt_tokens']} prompt tokens arrived."
         parts = f"prefill {told['wait_ns']}, transfer {told['transfer_ns']}, first token {told['first_token_ns']}"
+        parts += f"; {handed['overlapped_share']:.0%} of what was streamed moved before its last layer was there"
         return [arrived, f"TTFT {told['ttft_ns']}: {parts}."]

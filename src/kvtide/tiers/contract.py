@@ -8,7 +8,7 @@ nothing about what to keep.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,14 @@ class GroupRecords:
     def valid_block_keys(self) -> KeyArray:
         """Return the keys of all blocks, group by group. Shapes: [sum of num_blocks]."""
         return self.block_keys[np.arange(self.block_keys.shape[1]) < self.num_blocks[:, None]]
+
+    def join(self, more: GroupRecords) -> GroupRecords:
+        """Return these records, then `more`."""
+        pairs = zip(self._columns(), more._columns(), strict=True)
+        return GroupRecords(*(np.concatenate(pair) for pair in pairs))
+
+    def _columns(self) -> tuple[npt.NDArray[Any], ...]:
+        return self.keys, self.parents, self.num_tokens, self.num_blocks, self.block_keys
 
     def take(self, rows: npt.NDArray[np.integer] | npt.NDArray[np.bool_] | slice) -> GroupRecords:
         """Return the records of some rows."""

@@ -131,6 +131,7 @@ class Pieces:
         Shapes: keys [n]; addresses [n, F] of all fragments; pieces [p], the same of each group; at [n * p], where
         the pieces lie that are not in their fragments.
         """
+        assert self._encrypted is None or at is not None, "pieces that were to be encrypted first"
         envelope, num = self._envelope, len(keys)
         shape = num, len(pieces)
         each, rows = np.tile(pieces, num), np.repeat(np.arange(num), len(pieces))

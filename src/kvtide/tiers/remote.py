@@ -72,16 +72,21 @@ class RemoteTier:
         self.breaker = Breaker(name, now_ns, rest_ns=options.rest_ns)
         self._connect = connect
         self._client: RemoteClient | None = None
-        self._envelope = Envelope(layout, identity_digest)
-        self._encrypted = pieces_for(cipher, self._envelope, layout, options.zstd_level)
-        self.prefix = self._envelope.prefix  # of every name
+        self.envelope = Envelope(layout, identity_digest)
+        self.prefix = self.envelope.prefix  # of every name
+        self._encrypted = pieces_for(cipher, self.envelope, layout, options.zstd_level)
         self._packer = Packer(options.zstd_level)
         self._manifests: OrderedDict[bytes, npt.NDArray[np.void]] = OrderedDict()
         self._num_groups = options.num_groups
         self._memory: list[npt.NDArray[np.uint8]] = []
         self._stats = TierStats(capacity_bytes=options.num_groups * layout.slot_bytes)
-        self.pieces = Pieces(self._envelope, self._packer, self._stats, self._encrypted)
+        self.pieces = Pieces(self.envelope, self._packer, self._stats, self._encrypted)
         self._gate = Gate()
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether layers can go there one by one: encrypted groups go whole, each with a proof of all its pieces."""
+        return self._encrypted is None
 
     # The contract
 
@@ -89,7 +94,7 @@ class RemoteTier:
         found = np.zeros(len(keys), np.bool_)
         with self.reached(len(keys)) as client:
             if client is not None:
-                found = client.exists(self._envelope.manifest_names(keys))
+                found = client.exists(self.envelope.manifest_names(keys))
         return found
 
     def find(self, keys: KeyArray, *, is_last: bool = False) -> GroupRecords:
@@ -98,11 +103,11 @@ class RemoteTier:
         One pass of the client, whatever the number of keys. `is_last`: for somebody who only sends.
         """
         found = np.zeros(len(keys), np.bool_)
-        rows = np.zeros(len(keys), self._envelope.manifest)
+        rows = np.zeros(len(keys), self.envelope.manifest)
         with self.reached(len(keys), is_last=is_last) as client:
             if client is not None:
                 found, rows = self._fetch_manifests(client, keys)
-        return self._envelope.records(keys[found], rows[found])
+        return self.envelope.records(keys[found], rows[found])
 
     def read(self, keys: KeyArray, requests: npt.NDArray[np.void], *, cause: Cause) -> Statuses:
         del cause
@@ -150,6 +155,13 @@ class RemoteTier:
         with self.reached(len(keys)) as client:
             if client is not None:
                 self._remove(client, keys, reason)
+
+    def publish(self, records: GroupRecords, checksums: npt.NDArray[np.uint64], stored_bytes: Rows, codec: int) -> None:
+        """Make groups whole whose pieces are there. Shapes: checksums, stored_bytes [n, P]."""
+        with self.reached() as client:
+            if client is not None:
+                manifests = self.envelope.manifests(records, checksums, stored_bytes, codec)
+                self._write_manifests(client, records.keys, manifests)
 
     def stats(self) -> TierStats:
         self._stats.num_groups = len(self._manifests)
@@ -200,7 +212,7 @@ class RemoteTier:
                     for memory in self._memory:
                         self._client.register(memory)
             if self.breaker.is_open:
-                self._client.exists([self._envelope.probe_name()])
+                self._client.exists([self.envelope.probe_name()])
         except Exception as error:  # of a library too: the remote is an extra
             self._give_up(error)
             return None
@@ -216,7 +228,7 @@ class RemoteTier:
         self, client: RemoteClient, keys: KeyArray
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.void]]:
         """Read manifests and remember the good ones; return which those are, and all. Shapes: [n], [n]."""
-        num, envelope = len(keys), self._envelope
+        num, envelope = len(keys), self.envelope
         rows = np.zeros(num, envelope.manifest)
         size = envelope.manifest.itemsize
         addresses = np.uint64(address_of(rows.view(np.uint8))) + np.arange(num, dtype=np.uint64) * np.uint64(size)
@@ -253,7 +265,7 @@ class RemoteTier:
         self, client: RemoteClient, keys: KeyArray, wanted: npt.NDArray[np.integer]
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.void]]:
         """Return for which keys a manifest is known, and all of them; only the `wanted` rows are looked for."""
-        rows = np.zeros(len(keys), self._envelope.manifest)
+        rows = np.zeros(len(keys), self.envelope.manifest)
         known = np.zeros(len(keys), np.bool_)
         wanted = np.unique(wanted)
         for index in wanted.tolist():
@@ -287,11 +299,11 @@ class RemoteTier:
         at, encrypted = None, None
         if self._encrypted is not None:
             at, encrypted = self._encrypted.encrypt(records, self.pieces.places(addresses))
-        sent = self.pieces.put(client, records.keys, addresses, np.arange(self._envelope.num_pieces), at=at)
+        sent = self.pieces.put(client, records.keys, addresses, np.arange(self.envelope.num_pieces), at=at)
         statuses = worst(sent.statuses)
         whole = np.flatnonzero(statuses == OK)
         if len(whole):
-            manifests = self._envelope.manifests(
+            manifests = self.envelope.manifests(
                 records.take(whole), sent.checksums[whole], sent.stored_bytes[whole], sent.codec
             )
             if encrypted is not None:
@@ -305,8 +317,8 @@ class RemoteTier:
         addresses = np.uint64(address_of(manifests.view(np.uint8))) + np.arange(num, dtype=np.uint64) * np.uint64(size)
         lengths, zeros = np.full(num, size, np.int64), np.zeros(num, np.int64)
         checksums = checksums_at(addresses.tolist(), lengths.tolist(), num)
-        headers = self._envelope.headers(keys, zeros + MANIFEST, zeros, lengths, lengths, checksums, zeros + PLAIN)
-        statuses = client.put(self._envelope.manifest_names(keys), Values(headers, addresses, lengths))
+        headers = self.envelope.headers(keys, zeros + MANIFEST, zeros, lengths, lengths, checksums, zeros + PLAIN)
+        statuses = client.put(self.envelope.manifest_names(keys), Values(headers, addresses, lengths))
         self.pieces.count_written(statuses, lengths)
         for index in np.flatnonzero(statuses == OK).tolist():
             self._remember(keys[index].tobytes(), manifests[index])
@@ -317,4 +329,4 @@ class RemoteTier:
             return
         gone = [self._manifests.pop(key, None) for key in keys.tolist()]
         self._stats.note_dropped(len(gone) - gone.count(None), reason)
-        client.remove(self._envelope.names(keys))
+        client.remove(self.envelope.names(keys))

@@ -32,6 +32,7 @@ from kvtide.tiers.file import FileTier
 from kvtide.tiers.outbox import CLOSE_S, OUTBOX_BYTES, OnDone, Outbox
 from kvtide.tiers.pieces import CALL_BYTES_MAX
 from kvtide.tiers.remote import RemoteTier
+from kvtide.tiers.streams import Arrival
 
 
 class StackedTier:
@@ -45,6 +46,7 @@ class StackedTier:
         self.near, self.far, self.layout = near, far, far.layout
         self.outbox = Outbox(far, outbox_bytes)
         self.is_patient = False
+        self.arrival: Arrival | None = None  # what another process hands over just now
         self._strays: set[bytes] = set()
 
     def lookup(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
@@ -54,8 +56,13 @@ class StackedTier:
         return found
 
     def find(self, keys: KeyArray) -> GroupRecords:
-        """Return the records of those of `keys` that the far tier holds, in the order asked for."""
-        return self.far.find(keys)
+        """Return the records of those of `keys` that the far tier holds or gets just now, in the order asked for."""
+        found = self.far.find(keys)
+        if self.arrival is None:
+            return found
+        coming = self.arrival.records
+        is_asked = self.arrival.holds(coming.keys) & np.isin(coming.keys, keys) & ~np.isin(coming.keys, found.keys)
+        return found.join(coming.take(is_asked))
 
     def inventory(self) -> GroupRecords:
         """Return the records of every near group, oldest write first; the far ones are found when asked for."""
@@ -72,6 +79,11 @@ class StackedTier:
             failed = keys[np.unique(requests["row"][is_near & (statuses != OK)])]
             self._strays.update(failed[~self._near_has(failed)].tolist())
         rest = np.flatnonzero(statuses != OK)  # what the near tier turned out to have lost, too
+        if len(rest) and self.arrival is not None:
+            coming = rest[self.arrival.holds(keys)[requests["row"][rest]]]
+            if len(coming):
+                statuses[coming] = self.arrival.read(keys, requests[coming])
+                rest = np.setdiff1d(rest, coming)
         if len(rest):
             statuses[rest] = self.far.read(keys, requests[rest], cause=cause)
         return statuses
@@ -124,12 +136,18 @@ class StackedTier:
         """
         return self.outbox.send(records, addresses, cause=cause, is_patient=self.is_patient, on_done=on_done)
 
+    def stop_waiting(self) -> None:
+        """Let no read wait for KV that is still to arrive."""
+        if self.arrival is not None:
+            self.arrival.stop()
+
     def drain(self) -> None:
         """Return when nothing is on its way to the far tier any more, or that took too long."""
         self.outbox.drain(CLOSE_S)
 
     def close(self) -> None:
         """Send what is queued, as long as that may take, and give the rest up. Idempotent."""
+        self.stop_waiting()
         self.outbox.close()
 
     def push(self, keys: KeyArray, records: GroupRecords, *, cause: Cause) -> Statuses:

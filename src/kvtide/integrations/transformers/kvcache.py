@@ -6,6 +6,7 @@ views of a device window, so attention is exact whatever kernel the model uses. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ class TieredKv(Cache):  # type: ignore[misc]
         self.cache = cache
         self.sequences = [sequence]
         self.capacity_hint = 0
+        self.on_layer: Callable[[int], object] | None = None  # told of each layer whose KV is kept
         self.selecting: Selecting | None = None  # who attends to a selection of this cache; None: to everything
         self._arena, self._dtype, self._num_layers = arena, dtype, num_layers
         self._step: torch.Tensor | None = None
@@ -113,6 +115,8 @@ class TieredKv(Cache):  # type: ignore[misc]
         for row, sequence in enumerate(self.sequences):
             new_k, new_v = _rows(all_k[row, :, num_old:]), _rows(all_v[row, :, num_old:])
             self.cache.write(sequence, layer, new_k, new_v, window=window, row=row)
+        if self.on_layer is not None:
+            self.on_layer(layer)
         is_last = layer == self._num_layers - 1
         self.cache.prefetch(self.sequences, (layer + 1) % self._num_layers, is_written=is_last)
         if is_last:

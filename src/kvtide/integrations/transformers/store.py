@@ -34,6 +34,7 @@ from kvtide.select.full import Full
 from kvtide.select.names import make_selector
 from kvtide.spec import KVShape, SlotLayout, Split, auto_group_blocks
 from kvtide.tiers.cipher import MasterKey
+from kvtide.tiers.stacked import StackedTier
 from kvtide.trace.record import Recorder
 
 KNEE_BYTES = 128 << 10  # where the drives measured in benchmarks/group_size stop gaining from larger reads
@@ -177,6 +178,8 @@ class KvStore:
         self._close_tiers()
 
     def _close_tiers(self) -> None:
+        if isinstance(self.tier, StackedTier):
+            self.tier.stop_waiting()
         try:
             self.cache.close()
         finally:
