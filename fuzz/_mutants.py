@@ -230,8 +230,8 @@ MUTANTS = (
         "two-owners",
         "a second process may open what another owns",
         _tiers("owner"),
-        "    return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
-        "    return None\n",
+        "(pause_s)\n    return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "(pause_s)\n    return None\n",
         (TIER,),
     ),
     Mutant(

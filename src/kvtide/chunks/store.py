@@ -171,7 +171,7 @@ class ChunkStore:
         Raises: IoError after `close`; ConfigError for another number of pieces.
         """
         transfer.check_pieces(len(self._options.pieces()))
-        self._check_process()
+        self._opener.check(f"the store {self.path}")
         with self._ready:
             self._check_open()
             if len(transfer.keys):
@@ -184,15 +184,11 @@ class ChunkStore:
 
     def store(self, keys: KeyArray, addresses: Addresses) -> Statuses:
         """Write chunks and wait; return what became of each. Shapes: [n], [n] or [n, P]; returns [n]."""
-        return self._now(Transfer(STORE, keys, addresses))
+        return self.submit(Transfer(STORE, keys, addresses)).result()
 
     def load(self, keys: KeyArray, addresses: Addresses) -> Statuses:
         """Read chunks and wait; return what became of each. Shapes: [n], [n] or [n, P]; returns [n]."""
-        return self._now(Transfer(LOAD, keys, addresses))
-
-    def _now(self, transfer: Transfer) -> Statuses:
-        self.submit(transfer).wait()
-        return transfer.statuses
+        return self.submit(Transfer(LOAD, keys, addresses)).result()
 
     def drop(self, keys: KeyArray) -> None:
         """Forget chunks, and wait until that is done, between two batches of what moves."""
@@ -208,15 +204,12 @@ class ChunkStore:
 
     def drain(self) -> None:
         """Return when every transfer is done."""
-        self._check_process()
+        self._opener.check(f"the store {self.path}")
         with self._ready:
             self._ready.wait_for(lambda: not self._num_open)
 
     def close(self) -> None:
-        """Finish what was begun, then give up file and lock. Idempotent.
-
-        A forked child only gives up its copies: the store stays its parent's.
-        """
+        """Finish what was begun, then give up file and lock; a forked child gives up its copies. Idempotent."""
         if self._opener.is_here:
             with self._ready:
                 self._is_closed = True
@@ -224,16 +217,13 @@ class ChunkStore:
             self._worker.join()
         self._space.close()
 
-    def _check_process(self) -> None:
-        self._opener.check(f"the store {self.path}")
-
     def _check_open(self) -> None:
         if self._is_closed:
             raise IoError(0, f"the store {self._space.path} is closed; open it again")
 
     def _between(self, action: Callable[[], object]) -> None:
         """Run `action` on the worker, between batches, and wait for it; pass on what it raises."""
-        self._check_process()
+        self._opener.check(f"the store {self.path}")
         done, raised = threading.Event(), []
 
         def run() -> None:
