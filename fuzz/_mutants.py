@@ -72,7 +72,7 @@ MUTANTS = (
         _tiers("file"),
         "rows = np.flatnonzero(good)\n        self.table.fill(",
         "rows = np.arange(num)\n        self.table.fill(",
-        (TIER,),
+        (LIVES,),
     ),
     Mutant(
         "failed-leaks-slot",
