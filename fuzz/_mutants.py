@@ -72,7 +72,7 @@ MUTANTS = (
         _tiers("file"),
         "rows = np.flatnonzero(good)\n        self.table.fill(",
         "rows = np.arange(num)\n        self.table.fill(",
-        (TIER,),
+        (LIVES,),
     ),
     Mutant(
         "failed-leaks-slot",
@@ -230,8 +230,8 @@ MUTANTS = (
         "two-owners",
         "a second process may open what another owns",
         _tiers("owner"),
-        "    return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
-        "    return None\n",
+        "(pause_s)\n    return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "(pause_s)\n    return None\n",
         (TIER,),
     ),
     Mutant(

@@ -22,6 +22,7 @@ from kvtide.spec import SlotLayout
 from kvtide.tiers.file import FileTier
 from kvtide.tiers.inspect import OUR_FILES
 from kvtide.tiers.namespace import OpenNamespace
+from kvtide.tiers.owner import unlock
 from simkv import MODEL
 
 FAULTS = Faults(short=0.01, eio=0.01, enospc=0.01, torn=0.01, flipped=0.01, reordered=0.2, delayed=0.1)
@@ -90,7 +91,7 @@ class Disk:
         if self.space is not None:
             self.space.engine.close()
             os.close(self.space.fd)
-            os.close(self.space.lock_fd)
+            unlock(self.space.lock_fd)
             self.space.fd = self.space.lock_fd = -1
             self.space = None
 

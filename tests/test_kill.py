@@ -21,6 +21,7 @@ from kvhelp import open_small, small_layout
 from kvtide.errors import UnsupportedError
 from kvtide.io.uring import UringEngine
 from kvtide.tiers.contract import OK
+from kvtide.tiers.owner import unlock
 from simkv import Groups, check_slots, group_key
 
 KILLS_EACH = 100  # of each of two workers
@@ -85,7 +86,7 @@ def check_store(root: Path, toll: Toll) -> None:
     toll.num_clean += space.was_clean
     toll.num_groups += len(held)
     os.close(space.fd)  # give it up as it is: the next owner finds what the killed one left
-    os.close(space.lock_fd)
+    unlock(space.lock_fd)
     space.engine.close()
 
 

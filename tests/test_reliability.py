@@ -94,6 +94,8 @@ def test_writes_refused_for_their_place_cost_only_room(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     check_slots(space.tier)
+    found = space.tier.lookup(np.frombuffer(b"".join(KEYS[:8]), KEY))
+    assert found.tolist() == [True] * 4 + [False] * 4, "a write that failed is not visible"
     assert GROUPS.write(space.tier, KEYS[4:8], [1] * 4) == [OK] * 4
     assert GROUPS.write(space.tier, [group_key(99)], [0]) == [FULL]
     check_slots(space.tier)
@@ -298,10 +300,10 @@ def test_hundreds_of_openings_leave_no_memory_descriptor_or_thread(tmp_path: Pat
         gc.collect()
         return me.num_fds(), threading.active_count(), me.memory_info().rss
 
-    for number in range(40):
+    for number in range(20):
         once(number)
     num_fds, num_threads, num_bytes = now()
-    for number in range(200):
+    for number in range(100):
         once(number)
     later = now()
     assert later[:2] == (num_fds, num_threads)
@@ -311,7 +313,7 @@ def test_hundreds_of_openings_leave_no_memory_descriptor_or_thread(tmp_path: Pat
 # The programs that run for hours
 
 
-@pytest.mark.parametrize("words", [("--minutes", "0.04"), ("--kills", "12")])
+@pytest.mark.parametrize("words", [("--minutes", "0.04"), ("--kills", "6")])
 def test_a_soak_runs_and_says_what_it_did(tmp_path: Path, words: tuple[str, str]) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, "fuzz/soak.py", *words, "--seed", "1", "--dir", tmp_path / "soak", "-o", out]
@@ -320,5 +322,5 @@ def test_a_soak_runs_and_says_what_it_did(tmp_path: Path, words: tuple[str, str]
     assert "seed 1" in done.stderr
     found = json.loads(out.read_text())
     assert found["failures"] == found["leaks"]["found"] == []
-    assert "--kills" not in words or found["kills"] >= 12
+    assert "--kills" not in words or found["kills"] >= 6
     assert found["environment"]["commit"]

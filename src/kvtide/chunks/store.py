@@ -155,21 +155,17 @@ class ChunkStore:
         Raises: IoError after `close`; ConfigError for another number of pieces.
         """
         transfer.check_pieces(len(self._options.pieces()))
-        self._check_process()
+        self._opener.check(f"the store {self.path}")
         self._work.put(transfer)
         return transfer
 
     def store(self, keys: KeyArray, addresses: Addresses) -> Statuses:
         """Write chunks and wait; return what became of each. Shapes: [n], [n] or [n, P]; returns [n]."""
-        return self._now(Transfer(STORE, keys, addresses))
+        return self.submit(Transfer(STORE, keys, addresses)).result()
 
     def load(self, keys: KeyArray, addresses: Addresses) -> Statuses:
         """Read chunks and wait; return what became of each. Shapes: [n], [n] or [n, P]; returns [n]."""
-        return self._now(Transfer(LOAD, keys, addresses))
-
-    def _now(self, transfer: Transfer) -> Statuses:
-        self.submit(transfer).wait()
-        return transfer.statuses
+        return self.submit(Transfer(LOAD, keys, addresses)).result()
 
     def drop(self, keys: KeyArray) -> None:
         """Forget chunks, and wait until that is done, between two batches of what moves."""
@@ -185,24 +181,18 @@ class ChunkStore:
 
     def drain(self) -> None:
         """Return when every transfer is done."""
-        self._check_process()
+        self._opener.check(f"the store {self.path}")
         self._work.drain()
 
     def close(self) -> None:
-        """Finish what was begun, then give up file and lock. Idempotent.
-
-        A forked child only gives up its copies: the store stays its parent's.
-        """
+        """Finish what was begun, then give up file and lock; a forked child gives up its copies. Idempotent."""
         if self._opener.is_here:
             self._work.close()
             self._worker.join()
         self._space.close()
 
-    def _check_process(self) -> None:
-        self._opener.check(f"the store {self.path}")
-
     def _between(self, action: Callable[[], object]) -> None:
-        self._check_process()
+        self._opener.check(f"the store {self.path}")
         self._work.between(action)
 
     # The worker

@@ -70,6 +70,11 @@ class Transfer:
         """Return when it is done, or False when `timeout_s` has gone by."""
         return self._ended.wait(timeout_s)
 
+    def result(self) -> Statuses:
+        """Wait, and return what became of each chunk. Shapes: returns [n]."""
+        self._ended.wait()
+        return self.statuses
+
     def take(self, num_max: int) -> slice:
         """Return the next chunks to move, at most `num_max`."""
         rows = slice(self.num_taken, min(len(self.keys), self.num_taken + num_max))

@@ -11,7 +11,7 @@ cache drops it, after the new one is whole.
 
 With `is_packed` header and fragments go in one write, and neighbouring slots with them: small groups reach the drive in
 large operations. What a crash leaves half written may then have a header, and is found out by the checksums of its
-fragments when it is read.
+fragments when it is read. It may hide a whole older copy of the same group: who packs stores no group that is there.
 """
 
 from __future__ import annotations

@@ -100,10 +100,7 @@ class OpenNamespace:
             write_whole(self.path / PACE, text.encode())
 
     def close(self) -> None:
-        """Leave a checkpoint, then give up engine, file and lock. Idempotent.
-
-        A forked child only gives up its copies: store and lock stay its parent's.
-        """
+        """Leave a checkpoint, then give up engine, file and lock; a forked child gives up its copies. Idempotent."""
         if self.fd < 0:
             return
         try:

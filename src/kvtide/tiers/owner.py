@@ -20,7 +20,7 @@ from kvtide.tiers.guard import open_file
 from kvtide.units import printable
 
 _PAUSES_S = 0.002, 0.008, 0.02, 0.02
-_held: set[int] = set()  # descriptors of locks, which a forked child closes; one a process, as its descriptors are
+_held: dict[int, tuple[int, int]] = {}  # descriptors of locks and their files: a forked child closes them
 
 
 @contextmanager
@@ -57,22 +57,23 @@ def lock(path: Path) -> int:
         raise IoError(errno.EBUSY, f"{path} is being removed by another process; try again")
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    _held.add(fd)
+    _held[fd] = _file_of(fd)
     return fd
 
 
 def unlock(fd: int) -> None:
     """Give back what `lock` returned. In a forked child, which has given it up, nothing."""
-    if fd in _held:
-        _held.remove(fd)
+    if _held.pop(fd, None) is not None:
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
 
 def _give_up() -> None:
-    for fd in _held:
-        os.close(fd)
+    for fd, file in _held.items():
+        with contextlib.suppress(OSError):
+            if _file_of(fd) == file:  # else it was closed past us, and is something else now
+                os.close(fd)
     _held.clear()
 
 
@@ -108,3 +109,8 @@ def _is_at(fd: int, path: Path) -> bool:
     except FileNotFoundError:
         return False
     return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+
+def _file_of(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
