@@ -316,6 +316,15 @@ def test_what_gives_way_is_written_down_under_no_lock(tmp_path: Path, monkeypatc
     store.close()
 
 
+def test_what_was_dropped_stays_away_when_the_store_shrinks(tmp_path: Path) -> None:
+    store, memory = ChunkStore(options(tmp_path, num=60)), Memory(60, SIZE, seed=1)
+    store.store(keys(60), memory.addresses)
+    store.drop(keys(60)[:10])
+    store.resize(4096 + 10 * store.layout.slot_bytes)
+    assert not store.has(keys(60)).any()
+    store.close()
+
+
 def test_a_load_begins_while_the_one_before_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.chunks.store.BATCH_BYTES", SIZE)  # one chunk at a time
     store, before, after = ChunkStore(options(tmp_path)), Memory(9, SIZE, seed=1), Memory(9, SIZE)

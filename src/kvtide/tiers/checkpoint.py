@@ -44,21 +44,24 @@ def write_checkpoint(path: Path, tier: FileTier) -> None:
             partial_of(path / CHECKPOINT).unlink(missing_ok=True)  # the next open scans instead
 
 
-def take_checkpoint(path: Path, tier: FileTier, layout: SlotLayout, identity_digest: bytes) -> bool:
-    """Adopt what a clean close left; say whether there was such a thing. It is used once."""
+def take_checkpoint(path: Path, tier: FileTier, layout: SlotLayout, identity_digest: bytes, num_before: int) -> bool:
+    """Adopt what a clean close left; say whether there was such a thing. It is used once.
+
+    `num_before` are the slots that the file had then: it may be smaller by now.
+    """
     file = path / CHECKPOINT
     if not os.path.lexists(file):
         return False
-    body = read_checkpoint(file, tier)
+    body = read_checkpoint(file, tier, num_before)
     file.unlink()
     _sync_directory(path)  # or a power cut could bring it back, older than the slots
     return adopt_checkpoint(body, tier, layout, identity_digest)
 
 
-def read_checkpoint(file: Path, tier: FileTier) -> bytes:
+def read_checkpoint(file: Path, tier: FileTier, num_before: int = 0) -> bytes:
     """Return what a checkpoint file holds; nothing where it is longer than one of this tier, or no file of ours."""
     layout = tier.layout
-    num_slots = max(tier.num_slots, os.fstat(tier.fd).st_size // layout.slot_bytes + 1)  # it may have had more
+    num_slots = max(tier.num_slots, num_before, os.fstat(tier.fd).st_size // layout.slot_bytes) + 1
     try:
         return read_file(file, _HEAD.itemsize + 16 + num_slots * (9 + layout.header_bytes))
     except OSError:

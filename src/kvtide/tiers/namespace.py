@@ -157,6 +157,7 @@ def open_namespace(
         backend = open_engine(engine, depth_max=depth_max)
         try:
             with named(path):
+                num_before = os.fstat(fd).st_size // layout.slot_bytes
                 _prepare_data(path, fd, backend, layout, identity.digest(), num_slots)
             departures = Departures(path / DEPARTURES)
             tier = FileTier(
@@ -172,7 +173,7 @@ def open_namespace(
                 cipher=cipher,
             )
             with named(path):
-                was_clean = take_checkpoint(path, tier, layout, identity.digest())
+                was_clean = take_checkpoint(path, tier, layout, identity.digest(), num_before)
             if not was_clean:
                 tier.scan()
                 departures.note_scan()
