@@ -9,6 +9,7 @@ from _paths import ROOT
 TIER = "tests/test_file_tier.py"
 CRASH = "tests/test_crash_states.py"
 CHUNKS = "tests/test_chunks.py"
+STREAM = "tests/test_streaming.py"
 LIVES = "tests/test_reliability.py"
 MACHINE = "tests/machines/test_file_machine.py"
 
@@ -46,24 +47,24 @@ MUTANTS = (
         "keep-corrupt",
         "a corrupt group stays visible",
         _tiers("file"),
-        'self._drop_slots(slots[statuses == CORRUPT], "corrupt")',
-        'self._drop_slots(slots[:0], "corrupt")',
+        'self._drop_slots(reading.slots[reading.statuses == CORRUPT], "corrupt")',
+        'self._drop_slots(reading.slots[:0], "corrupt")',
         (TIER,),
     ),
     Mutant(
         "no-wipe",
         "the old header of a slot is not wiped before new fragments go there",
-        _tiers("file"),
-        "stale = np.flatnonzero(self.table.has_header[slots])",
-        "stale = np.flatnonzero(self.table.has_header[slots] & False)",
+        _tiers("slotwriter"),
+        "stale = np.flatnonzero(self._table.has_header[slots])",
+        "stale = np.flatnonzero(self._table.has_header[slots] & False)",
         (CRASH, MACHINE),
     ),
     Mutant(
         "header-first",
         "headers are written with their fragments where they must come after them",
-        _tiers("file"),
-        "self._write_slots = self._write_packed if is_packed else self._write_in_steps",
-        "self._write_slots = self._write_packed",
+        _tiers("slotwriter"),
+        "self.write = self._write_packed if is_packed else self._write_in_steps",
+        "self.write = self._write_packed",
         (CRASH,),
     ),
     Mutant(
@@ -93,7 +94,7 @@ MUTANTS = (
     Mutant(
         "old-number-again",
         "numbers of writes begin anew after a clean close",
-        _tiers("namespace"),
+        _tiers("checkpoint"),
         '    tier.write_after(int(head["sequence"]))\n',
         "",
         (TIER,),
@@ -158,8 +159,8 @@ MUTANTS = (
         "wrong-place",
         "slots begin where the superblock lies",
         _tiers("slotio"),
-        "return (PAGE_BYTES + slots * self._layout.slot_bytes).astype(np.uint64)",
-        "return (slots * self._layout.slot_bytes).astype(np.uint64)",
+        "return (PAGE_BYTES + slots * self.layout.slot_bytes).astype(np.uint64)",
+        "return (slots * self.layout.slot_bytes).astype(np.uint64)",
         (TIER,),
     ),
     Mutant(
@@ -181,7 +182,7 @@ MUTANTS = (
     Mutant(
         "checkpoint-stays",
         "a checkpoint is used again after a kill",
-        _tiers("namespace"),
+        _tiers("checkpoint"),
         "    file.unlink()\n    _sync_directory(path)",
         "    _sync_directory(path)",
         (TIER,),
@@ -189,7 +190,7 @@ MUTANTS = (
     Mutant(
         "any-checkpoint",
         "a checkpoint is believed without its checksum",
-        _tiers("namespace"),
+        _tiers("checkpoint"),
         "if len(body) < start + 16 or xxhash.xxh3_64_digest(body[:-8]) != body[-8:]:",
         "if len(body) < start + 16:",
         (TIER,),
@@ -197,7 +198,7 @@ MUTANTS = (
     Mutant(
         "checkpoint-forgets-headers",
         "a checkpoint does not say which free slots must be wiped",
-        _tiers("namespace"),
+        _tiers("checkpoint"),
         "    tier.table.has_header[:num_slots] = flags[:num_slots]\n",
         "",
         (TIER,),
@@ -205,17 +206,17 @@ MUTANTS = (
     Mutant(
         "partial-visible",
         "a small file appears before it is whole",
-        _tiers("namespace"),
-        "    partial = _partial(path)\n    fd = os.open(partial,",
-        "    partial = path\n    fd = os.open(partial,",
+        _tiers("guard"),
+        'return path.with_name(path.name + ".partial")',
+        "return path",
         (TIER, LIVES),
     ),
     Mutant(
         "readable-by-all",
         "others may read the data file",
-        _tiers("namespace"),
-        "fd = os.open(path, flags | os.O_DIRECT, 0o600)",
-        "fd = os.open(path, flags | os.O_DIRECT, 0o644)",
+        _tiers("guard"),
+        "FILE_MODE, DIRECTORY_MODE = 0o600, 0o700",
+        "FILE_MODE, DIRECTORY_MODE = 0o644, 0o700",
         (TIER,),
     ),
     Mutant(
@@ -294,8 +295,32 @@ MUTANTS = (
         "unread-is-data",
         "a chunk that could not be loaded is handed over",
         "src/kvtide/chunks/store.py",
-        ".reshape(at.shape).max(axis=1)",
-        ".reshape(at.shape).min(axis=1) * 0",
+        ".reshape(len(keys), -1).max(axis=1)",
+        ".reshape(len(keys), -1).min(axis=1) * 0",
         (CHUNKS,),
+    ),
+    Mutant(
+        "store-while-loading",
+        "what must wait until nothing is read does not",
+        "src/kvtide/chunks/store.py",
+        "            if begun is None:  # only now, when nothing is read",
+        "            if True:",
+        (CHUNKS,),
+    ),
+    Mutant(
+        "shrunk-checkpoint",
+        "the checkpoint of a larger file is not believed, so what was dropped is back",
+        _tiers("checkpoint"),
+        "max(tier.num_slots, num_before, ",
+        "max(tier.num_slots, ",
+        (CHUNKS,),
+    ),
+    Mutant(
+        "plain-stream",
+        "pieces that were to be encrypted go out layer by layer as they are",
+        _tiers("remote"),
+        "return self._encrypted is None\n",
+        "return True\n",
+        (STREAM,),
     ),
 )
