@@ -173,6 +173,7 @@ class FaultRule:
     delay_s: float = 0.0
 
 
+@runtime_checkable
 class FaultMount(Protocol):
     """A directory that passes operations on to another one, but for those that a rule makes fail."""
 
