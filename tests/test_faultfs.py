@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from kvtide.check import faultfs
+from kvtide.check.contract import FaultRule
 from kvtide.check.faultfs import Mount
 from kvtide.check.faults import Fault
 from kvtide.errors import ConfigError
@@ -264,3 +265,17 @@ def test_unmounts_when_it_is_killed_itself(tmp_path: Path) -> None:
 def test_impossible_faults_are_refused(said: object) -> None:
     with pytest.raises(ConfigError, match=r"a fault|an error"):
         Fault.from_json(said)
+
+
+def test_rules_of_the_contract(disk: Mount) -> None:
+    disk.set([FaultRule("fsync", "EIO"), FaultRule("write", "short", after=1, times=1)])
+    fd = os.open(disk.path / "a", os.O_RDWR | os.O_CREAT)
+    assert [os.write(fd, DATA[:1000]) for _ in range(3)] == [1000, 500, 1000]
+    with pytest.raises(OSError, match="Input/output"):
+        os.fsync(fd)
+    counts = disk.counts()
+    assert (counts["write"], counts["fsync"], counts["faults"]) == (3, 1, 2)
+    disk.set([])
+    os.fsync(fd)
+    os.close(fd)
+    assert disk.counts()["faults"] == 0
