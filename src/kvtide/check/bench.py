@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
+from kvtide.check import faultfs
 from kvtide.check.contract import FaultMount, Outcome, Setup, Traits, Verdict
 from kvtide.check.driver import CALL_S, Child, Died, Hung, Raised
 from kvtide.check.values import VALUE_BYTES_MIN, value_of, wrong_values
@@ -150,8 +151,6 @@ class Bench:
 
     def fault_mount(self) -> FaultMount:
         """Return a directory whose file system fails by rules, gone when the check ends."""
-        from kvtide.check import faultfs
-
         at, backing = self.directory(), self.directory()
         mount: FaultMount = faultfs.mount(backing, at)
         self.on_end(mount)

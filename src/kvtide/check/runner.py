@@ -10,9 +10,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 
+from kvtide.check import faultfs
 from kvtide.check.bench import Bench, Judged
 from kvtide.check.contract import Check, Need, Traits, Verdict
 from kvtide.check.driver import CALL_S, Trouble
@@ -125,11 +125,8 @@ def machine_has() -> frozenset[str]:
             found.add("loop")
         if Path("/sys/fs/cgroup/memory").is_dir() or Path("/sys/fs/cgroup/cgroup.controllers").exists():
             found.add("cgroup")
-    if find_spec("kvtide.check.faultfs") and os.access("/dev/fuse", os.R_OK | os.W_OK):
-        from kvtide.check import faultfs
-
-        if not faultfs.why_not():
-            found.add("faultfs")
+    if not faultfs.unavailable():
+        found.add("faultfs")
     return frozenset(found)
 
 
