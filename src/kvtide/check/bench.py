@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from kvtide.check import faultfs
-from kvtide.check.contract import FaultMount, Outcome, Setup, Traits, Verdict
+from kvtide.check.contract import FaultMount, Outcome, Setup, Verdict
 from kvtide.check.driver import CALL_S, Child, Died, Hung, Raised
 from kvtide.check.values import VALUE_BYTES_MIN, value_of, wrong_values
 
@@ -144,6 +144,11 @@ class Bench:
         """Close the target in `child`, and open it in another process."""
         child.close()
         return self.open(setup, fresh=True)
+
+    def end_child(self, child: Child) -> None:
+        """End a process before the check does."""
+        self._children.remove(child)
+        child.close_process()
 
     def on_end(self, closing: Closes) -> None:
         """Have something closed when the check ends, after its processes."""
