@@ -84,7 +84,7 @@ def disk_fault(bench: Bench, operation: Operation, fault: Fault) -> Verdict:
         during, _ = bench.get_or_raise(child, keys)
         num_faults = mount.counts().get("faults", 0)
         mount.set([])
-        found = _after_fault(bench, child, keys, good if operation != "read" else [], during, words)
+        found = _after_fault(bench, child, keys, good if operation in {"write", "fsync"} else [], during, words)
         bench.end_child(child)
         return found or ("" if num_faults else "none")
 
