@@ -36,7 +36,7 @@ def check(
         float, typer.Option(min=1, metavar="SECONDS", help="A call without an answer after this hangs.")
     ] = 30.0,
 ) -> None:
-    """Find out whether a store of KV gives wrong bytes, loses values, leaks or hangs: the faults that users reported."""
+    """Find out whether a store of KV gives wrong bytes, loses values, leaks or hangs: the faults users reported."""
     from rich.console import Console
 
     from kvtide.check.registry import CHECKS, checks_named

@@ -174,7 +174,7 @@ def small_memory(bench: Bench) -> Verdict:
 
 def no_memory(bench: Bench) -> Verdict:
     """Let the process have little memory left, and read more than that."""
-    num, size = 16, bench.fitting(4 * MIB)
+    num, size = 16, bench.fitting((1 if bench.is_quick else 4) * MIB)
     setup = bench.setup(room=2 * num, value_bytes=size)
     child = bench.open(setup, fresh=True)
     keys = child.keys(bench.chains(num))

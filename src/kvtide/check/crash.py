@@ -43,15 +43,15 @@ def _all_there(bench: Bench, child: Child, keys: list[bytes], where: str) -> Non
 
 def bound_after_restart(bench: Bench) -> Verdict:
     """Fill a bounded store, open it anew, and write as much again."""
-    room = 8
-    setup = bench.setup(room=room)
+    room, size = 8, bench.fitting(1 << 18)
+    setup = bench.setup(room=room, value_bytes=size)
     child = bench.open(setup)
-    child.put(child.keys(bench.chains(room)), bench.values(range(room)))
+    child.put(child.keys(bench.chains(room)), bench.values(range(room), size=size))
     child = bench.reopen(child, setup)
     keys = child.keys(bench.chains(4 * room, seed=1))
     for start in range(0, 4 * room, 4):
-        child.put(keys[start : start + 4], bench.values(range(start, start + 4)))
-    used, most = damage.used_bytes(setup.directory), (setup.capacity_bytes or 0) + 2 * bench.size + (1 << 20)
+        child.put(keys[start : start + 4], bench.values(range(start, start + 4), size=size))
+    used, most = damage.used_bytes(setup.directory), (setup.capacity_bytes or 0) + 3 * size
     if used > most:
         fail(f"a store bounded to {setup.capacity_bytes} bytes, full when it was opened, takes {used}", f"{room}")
     return passed(f"{used} bytes on disk after a restart and {4 * room} more values, bounded to {setup.capacity_bytes}")

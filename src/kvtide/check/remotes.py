@@ -1,7 +1,7 @@
 """kvtide's remote tier as targets, over a Redis or Valkey server and over Mooncake, each started for the check.
 
-A server outlives the process of the target, as in use. Its pid lies in a `*.pid` file of the setup's directory, by which
-the suite ends it.
+A server outlives the process of the target, as in use. Its pid lies in a `*.pid` file of the setup's directory: the
+suite ends it.
 """
 
 from __future__ import annotations
