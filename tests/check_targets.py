@@ -227,6 +227,10 @@ class Litters(Right):
 
     unfinished = "part"
 
+    def write(self, path: Path, content: bytes) -> None:
+        super().write(path, content)
+        time.sleep(0.05)
+
 
 class Forgets(Right):
     """Keeps its index in memory alone."""

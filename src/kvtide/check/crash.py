@@ -106,7 +106,8 @@ def orphans(bench: Bench) -> Verdict:
     for kill in range(kills):
         child = bench.open(setup, fresh=True)
         keys = child.keys(bench.chains(num_keys))
-        plan = Plan(num_keys, size, 30.0, num_readers=0, base=(kill + 1) * 100_000_000, batch=1, seed=kill)
+        writers = 3 if bench.traits.can_be_threaded else 1
+        plan = Plan(num_keys, size, 30.0, 0, writers, base=(kill + 1) * 100_000_000, batch=1, seed=kill)
         child.race_begin(plan, keys)
         time.sleep(0.3 + 0.1 * kill)
         child.kill()
