@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +19,12 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from kvtide.check import faultfs
-from kvtide.check.contract import FaultMount, Outcome, Setup, Traits, Verdict
+from kvtide.check.contract import FaultMount, Outcome, Setup, Verdict
 from kvtide.check.driver import CALL_S, Child, Died, Hung, Raised
 from kvtide.check.values import VALUE_BYTES_MIN, value_of, wrong_values
 
 SIZE = 65536
+SERVER_S = 5.0  # for a server to end by itself
 Found = list[bytes | None]
 
 
@@ -145,6 +147,11 @@ class Bench:
         child.close()
         return self.open(setup, fresh=True)
 
+    def end_child(self, child: Child) -> None:
+        """End a process before the check does."""
+        self._children.remove(child)
+        child.close_process()
+
     def on_end(self, closing: Closes) -> None:
         """Have something closed when the check ends, after its processes."""
         self._closing.append(closing)
@@ -233,12 +240,26 @@ class Bench:
 
 
 def end_servers(directory: Path) -> None:
-    """End the servers that targets started: their pids lie in `*.pid` files, their command lines name the directory."""
+    """End the servers that targets started: their pids lie in `*.pid` files, and they name the directory.
+
+    In their command line or their environment: a pid that was given to another process since is left alone.
+    """
     for path in _files(directory, ".pid"):
         with contextlib.suppress(OSError, ValueError):
             pid = int(path.read_text())
-            if str(directory).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+            told = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
+            if str(directory).encode() in told:
                 os.kill(pid, signal.SIGTERM)
+                _wait_gone(pid)
+
+
+def _wait_gone(pid: int) -> None:
+    until = time.monotonic() + SERVER_S
+    while Path(f"/proc/{pid}/fd").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]:
+        if time.monotonic() > until:
+            os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(0.02)
 
 
 def _files(directory: Path, suffix: str) -> Iterator[Path]:

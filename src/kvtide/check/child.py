@@ -36,6 +36,7 @@ class _Host:
         self._cls = cls
         self._target: Any = None
         self._spinning = threading.Event()
+        self._behind: list[tuple[threading.Thread, list[Any]]] = []
 
     def answer(self, head: dict[str, Any], blobs: list[Any]) -> Answer:
         """Do what a message asks for and return the answer with its blobs."""
@@ -100,6 +101,27 @@ class _Host:
             threading.Thread(target=_spin, args=(self._spinning,), daemon=True).start()
         return None, ()
 
+    def behind(self, head: dict[str, Any], blobs: list[Any]) -> Answer:
+        """Begin a call on a thread of its own; `behind_end` tells which of these came to an end, and how."""
+        found: list[Any] = []
+
+        def work() -> None:
+            try:
+                self.answer(head["call"], blobs)
+                found.append("")
+            except Exception as error:
+                found.append(f"{type(error).__name__}: {error}")
+
+        thread = threading.Thread(target=work, daemon=True)
+        self._behind.append((thread, found))
+        thread.start()
+        return len(self._behind) - 1, ()
+
+    def behind_end(self, head: dict[str, Any], _: Blobs) -> Answer:
+        thread, found = self._behind[head["number"]]
+        thread.join(head["timeout_s"])
+        return (found[0] if found else None), ()
+
     def threads(self, _head: dict[str, Any], _: Blobs) -> Answer:
         return threading.active_count(), ()
 
@@ -109,6 +131,7 @@ _OPERATIONS: dict[str, Callable[[_Host, dict[str, Any], list[Any]], Answer]] = {
     for one in (
         *(_Host.open, _Host.close, _Host.keys, _Host.put, _Host.has, _Host.get, _Host.drop, _Host.drop_part),
         *(_Host.reported, _Host.begin, _Host.finish, _Host.race, _Host.spin, _Host.threads),
+        *(_Host.behind, _Host.behind_end),
     )
 }
 

@@ -151,8 +151,15 @@ def no_wrong_file(bench: Bench) -> Verdict:
 
 def _check(name: str, title: str, harm: Damage, how: str, report: str) -> Check:
     proves = f"a value that is {title} is a miss, is not listed for ever, and can be stored again"
-    return Check(f"damage-{name}", f"A value that is {title}", proves, how, report, partial(
-        damaged, harm=harm, words=f"a value was {title}"), ("disk",))  # fmt: skip
+    return Check(
+        f"damage-{name}",
+        f"A value that is {title}",
+        proves,
+        how,
+        report,
+        partial(damaged, harm=harm, words=f"a value was {title}"),
+        ("disk",),
+    )
 
 
 CHECKS = (
@@ -171,14 +178,14 @@ CHECKS = (
         _each(damage.flip),
         "one bit of the stored bytes is turned in the file",
         "LMCache#4533, LMCache#4558",
-    ),  # fmt: skip
+    ),
     _check(
         "torn",
         "torn",
         _each(damage.zero),
         "the second half of the stored bytes is replaced by zeros",
         "LMCache#4385, LMCache#4533",
-    ),  # fmt: skip
+    ),
     _check("truncated", "cut off", damage.truncate, "the file is cut off in the middle of the value", "vLLM#49176"),
     _check("emptied", "emptied", damage.empty, "the file is cut to no bytes", "Mooncake#3465"),
     _check("missing", "deleted", damage.remove, "the file is deleted between look-up and read", "vLLM#49176"),

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 PROBE_BYTES = 48  # of random bytes: no two values share them
@@ -49,8 +50,8 @@ def places_of(directory: Path, value: bytes) -> list[Place]:
     probe = value[start : start + PROBE_BYTES]
     found = []
     for path in files_of(directory):
-        for offset in _find(path, probe):
-            found.append(Place(path, offset, start, _run(path, offset, value[start:])))
+        offsets = list(_find(path, probe))
+        found += [Place(path, offset, start, _run(path, offset, value[start:])) for offset in offsets]
     return found
 
 
@@ -103,7 +104,12 @@ def swap(first: Place, second: Place) -> None:
             file.seek(place.offset)
             found.append(file.read(num))
     for place, content in ((first, found[1]), (second, found[0])):
-        overwrite(Place(place.path, place.offset, place.part_start, num), lambda _, content=content: content)
+        overwrite(Place(place.path, place.offset, place.part_start, num), partial(_replace, content))
+
+
+def _replace(new: bytes, old: bytes) -> bytes:
+    del old
+    return new
 
 
 def _find(path: Path, probe: bytes) -> Iterator[int]:
@@ -122,5 +128,5 @@ def _run(path: Path, offset: int, rest: bytes) -> int:
     with path.open("rb") as file:
         file.seek(offset)
         there = file.read(len(rest))
-    num = len(os.path.commonprefix([there, rest]))
+    num = next((at for at, (one, other) in enumerate(zip(there, rest, strict=False)) if one != other), len(there))
     return max(num, 1)

@@ -141,6 +141,15 @@ class Child:
         """Keep the interpreter of the process busy with `num` threads; 0 ends that."""
         self._call({"op": "spin", "num": num})
 
+    def behind(self, operation: Literal["put", "get"], keys: Sequence[bytes], values: Sequence[bytes] = ()) -> int:
+        """Begin a put or get on a thread of the process, and return its number: calls go on beside it."""
+        self.is_odd = True
+        return int(self._call({"op": "behind", "call": {"op": operation}}, [*keys, *values])[0])
+
+    def behind_end(self, number: int, timeout_s: float) -> str | None:
+        """Return what a call that was begun with `behind` raised, empty for nothing; None if it has not ended."""
+        return cast("str | None", self._call({"op": "behind_end", "number": number, "timeout_s": timeout_s})[0])
+
     def num_threads(self) -> int:
         """Threads that Python knows of."""
         return int(self._call({"op": "threads"})[0])

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvtide.check.contract import FaultRule
 
 START_S = 30.0  # to mount, on a machine under load
+FLIPPED_BIT = 8 * 2049 + 3  # of what a rule flips: past the headers of most stores
 WATCH_S = 0.1  # between looks at who mounted it
 MNT_DETACH = 2
 MS_NOSUID, MS_NODEV = 2, 4
@@ -223,4 +224,5 @@ def _fault(rule: FaultRule) -> Fault:
     kind = kinds.get(rule.fault, "error")
     number = rule.fault if kind == "error" else "EIO"
     times = 0 if rule.times is None else rule.times
-    return Fault(kind, rule.operation, after=rule.after, times=times, errno=number, seconds=rule.delay_s)
+    bit = FLIPPED_BIT if kind == "flip" else 0
+    return Fault(kind, rule.operation, after=rule.after, times=times, errno=number, seconds=rule.delay_s, bit=bit)

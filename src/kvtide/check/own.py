@@ -17,7 +17,7 @@ from kvtide.blocks import KEY, KeyArray, chain_keys, chain_root
 from kvtide.check.contract import FACTS, MODEL, Reported, Setup, Traits
 from kvtide.chunks import LOAD, STORE, ChunkOptions, ChunkStore, Transfer, fold
 from kvtide.io.ops import PAGE_BYTES, address_of, aligned_buffer
-from kvtide.spec import Dtype, Identity, Layout, SlotLayout
+from kvtide.spec import Dtype, Identity, Layout
 from kvtide.tiers.contract import OK, READ_REQUEST, GroupRecords, Tier
 from kvtide.tiers.memory import FramePool, MemoryTier
 from kvtide.tiers.namespace import open_namespace
@@ -171,7 +171,9 @@ class TierTarget:
             statuses = self._tier.read(_array(keys), requests, cause="restore").reshape(len(keys), num).max(axis=1)
             found = list[bytes | None]()
             for key, frame, status in zip(keys, frames.tolist(), statuses.tolist(), strict=True):
-                found.append(b"".join(self._frames.rows[frame, at] for at, _ in self._cuts()) if status == OK else None)
+                found.append(
+                    b"".join(self._frames.rows[frame, at].tobytes() for at, _ in self._cuts()) if status == OK else None
+                )
                 if status == OK and key in self._order:
                     self._order.move_to_end(key)
             self._forget([key for key, status in zip(keys, statuses.tolist(), strict=True) if status != OK])
@@ -212,6 +214,10 @@ class FileTarget(TierTarget):
         self._space = open_namespace(self._setup.directory, self._identity, self._layout, capacity_bytes=capacity)
         self._order.update(dict.fromkeys(self._space.tier.inventory().keys.tolist()))
         return self._space.tier
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        held = self._space.tier.held  # what any thread may ask at any time
+        return [key in held for key in keys]
 
     def _num_slots(self) -> int:
         return self._space.tier.num_slots if hasattr(self, "_space") else super()._num_slots()

@@ -91,10 +91,10 @@ def _read(target: Any, plan: Plan, keys: list[bytes], picked: list[int], version
 
 def _drop(target: Any, plan: Plan, keys: list[bytes], picked: list[int], version: int) -> list[Row]:
     del plan
+    time.sleep(0.02)  # so that others find something
     begun = time.monotonic_ns()
     try:
         target.drop([keys[index] for index in picked])
     except Exception:
         time.sleep(0.001)
-    time.sleep(0.0005)
     return [("drop", index, version + place, begun, time.monotonic_ns()) for place, index in enumerate(picked)]

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtide.check import corruption
+from kvtide.check import capacity, corruption, crash, identity, liveness, order, speed
 from kvtide.check.contract import Check
 from kvtide.errors import ConfigError
 
-CHECKS: tuple[Check, ...] = (*corruption.CHECKS,)
+CHECKS: tuple[Check, ...] = (
+    *identity.CHECKS,
+    *corruption.CHECKS,
+    *crash.CHECKS,
+    *capacity.CHECKS,
+    *liveness.CHECKS,
+    *order.CHECKS,
+    *speed.CHECKS,
+)
 
 
 def checks_named(names: Sequence[str]) -> list[Check]:
