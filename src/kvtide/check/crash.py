@@ -108,8 +108,12 @@ def orphans(bench: Bench) -> Verdict:
         keys = child.keys(bench.chains(num_keys))
         writers = 3 if bench.traits.can_be_threaded else 1
         plan = Plan(num_keys, size, 30.0, 0, writers, base=(kill + 1) * 100_000_000, batch=1, seed=kill)
+        before = damage.used_bytes(setup.directory)
         child.race_begin(plan, keys)
-        time.sleep(0.3 + 0.1 * kill)
+        time.sleep(0.2 + 0.1 * kill)
+        until = time.monotonic() + 1.0
+        while damage.used_bytes(setup.directory) == before and time.monotonic() < until:
+            time.sleep(0.005)  # it writes in place of what was there, or has not begun
         child.kill()
     child = bench.open(setup)
     got, _ = bench.get_or_raise(child, keys)
