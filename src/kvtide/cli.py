@@ -16,6 +16,7 @@ import typer
 
 from kvtide import ConfigError, KvtideError, __version__
 from kvtide.cli_bench import bench
+from kvtide.cli_check import CHECK_EXAMPLE, check
 from kvtide.cli_import import IMPORT_EXAMPLE, import_log
 from kvtide.cli_plan import PLAN_EXAMPLE, plan
 from kvtide.cli_probe import PROBE_EXAMPLE, probe
@@ -31,6 +32,7 @@ from kvtide.cli_why import WHY_EXAMPLE, why
 from kvtide.units import printable
 
 app = typer.Typer(name="kvtide", add_completion=False, pretty_exceptions_enable=False)
+app.command("check", epilog=CHECK_EXAMPLE)(check)
 app.command("import", epilog=IMPORT_EXAMPLE)(import_log)
 app.command("plan", epilog=PLAN_EXAMPLE)(plan)
 app.command("probe", epilog=PROBE_EXAMPLE)(probe)

@@ -1,0 +1,1 @@
+"""Checks of stores of KV, whoever made them: `kvtide check`."""
