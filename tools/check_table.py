@@ -22,22 +22,25 @@ RESULT, PAGE, FAULTS = (
 SIGNS = {"pass": "pass", "fail": "**fail**", "not applicable": "n/a", "cannot tell": "?"}
 INTRO = """# Checks of other projects
 
-Written by `make check-peers`: `kvtide check` of every target that installs where it ran, each with its own configuration
-objects and keys, unmodified, faults injected from outside. What a check does: docs/check.md. Verdicts: pass, fail, n/a (the
-target has nothing of the kind, or is never told of what differs), ? (cannot tell). No project listed here says that it
-checksums values, syncs them to the drive or puts the build of the engine into keys; a fail says what its users see, and not
-that a promise is broken. A failure is confirmed by the script named beside it, which uses only that project and exits with 1
-while the fault is there.
+Written by `make check-peers`: `kvtide check` of every target that installs where it ran, each with its own
+configuration objects and keys, unmodified, faults injected from outside. What a check does: docs/check.md. Verdicts:
+pass, fail, n/a (the target has nothing of the kind, or is never told of what differs), ? (cannot tell).
+
+No project listed here says that it checksums values, syncs them to the drive or puts the build of the engine into keys:
+a fail says what its users see, and not that a promise is broken. A failure is confirmed by the script named beside it,
+which uses only that project and exits with 1 while the fault is there.
 """
 
 
 def run(name: str, out: Path, *, is_quick: bool, deadline: float) -> None:
     """Check one target and write what was found after each check."""
+    from kvtide.check.names import load_target
     from kvtide.check.registry import CHECKS
     from kvtide.check.runner import Report, Result, run_checks
     from kvtide.errors import UnsupportedError
 
-    rows: list[dict[str, Any]] = []
+    traits, rows = load_target(name).traits, list[dict[str, Any]]()
+    about = {"package": traits.package, "version": traits.version, "note": traits.note, "is_quick": is_quick}
     out.parent.mkdir(parents=True, exist_ok=True)
 
     def note(result: Result) -> None:
@@ -46,7 +49,7 @@ def run(name: str, out: Path, *, is_quick: bool, deadline: float) -> None:
         rows.append(
             {"id": result.check.id, "report": result.check.report, **said, "seconds": round(verdict.seconds, 1)}
         )
-        out.write_text(json.dumps({"target": name, "checks": rows}, indent=1) + "\n")
+        out.write_text(json.dumps({"target": name, **about, "checks": rows}, indent=1) + "\n")
         print(f"{name} {result.check.id}: {verdict.outcome}: {verdict.evidence}", file=sys.stderr, flush=True)
 
     try:
@@ -54,10 +57,8 @@ def run(name: str, out: Path, *, is_quick: bool, deadline: float) -> None:
     except UnsupportedError as problem:
         out.write_text(json.dumps({"target": name, "problem": str(problem)}, indent=1) + "\n")
         return
-    traits = report.traits
-    told = {"package": traits.package, "version": traits.version, "note": traits.note, "about": report.about}
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    whole = {"target": name, **told, "is_quick": is_quick, "date": date, "checks": rows}
+    whole = {"target": name, **about, "about": report.about, "date": date, "checks": rows}
     out.write_text(json.dumps(whole, indent=1) + "\n")
 
 
@@ -78,13 +79,11 @@ def page(targets: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
     names = [str(one["target"]) for one in targets]
     lines = [INTRO, "| target | version | driven | checks |", "|---|---|---|---|"]
     for one in targets:
-        about = one.get("about", {})
+        about, driven = one.get("about", {}), f"{one.get('package', '')} {one.get('version', '?')}"
         shown = (
             f"{len(one['checks'])}{', fewer repeats' if one.get('is_quick') else ''}, kernel {about.get('kernel', '?')}"
         )
-        lines.append(
-            f"| `{one['target']}` | {one.get('package', '')} {one.get('version', '?')} | {one.get('note', '')} | {shown} |"
-        )
+        lines.append(f"| `{one['target']}` | {driven} | {one.get('note', '')} | {shown} |")
     lines += [f"\n`{one['target']}` did not start: {one['problem']}" for one in others]
     lines += ["\n## Verdicts\n", f"| check | {' | '.join(names)} | public report |", "|---" * (len(names) + 2) + "|"]
     for check in ids:
@@ -134,11 +133,15 @@ def main() -> int:
     one.add_argument("target")
     one.add_argument("out", type=Path)
     one.add_argument("--quick", action="store_true", help="fewer repeats")
+    one.add_argument("--start", type=float, default=180.0, help="seconds an engine may take to be imported")
     one.add_argument("--deadline", type=float, default=30.0, help="seconds after which a call hangs")
     actions.add_parser("table").add_argument("files", type=Path, nargs="*")
     actions.add_parser("faults").add_argument("project")
     asked = parser.parse_args()
     if asked.action == "run":
+        from kvtide.check import driver
+
+        driver.START_S = asked.start
         run(asked.target, asked.out, is_quick=asked.quick, deadline=asked.deadline)
     elif asked.action == "table":
         table(asked.files)

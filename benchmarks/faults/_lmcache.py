@@ -92,15 +92,22 @@ class Disk:
 
         sizes = {"max_local_cpu_size": dram_mib / 1024, "max_local_disk_size": disk_mib / 1024}
         config = LMCacheEngineConfig.from_defaults(chunk_size=16, local_cpu=False, local_disk=folder, **sizes)
-        metadata = LMCacheMetadata("some/model", 1, 1, 0, 0, torch.uint8, (1, 2, 16, 1, 2048), role="worker", chunk_size=16)
-        self.tokens, self.manager = ChunkedTokenDatabase(config, metadata), StorageManager(config, metadata, EventManager())
+        metadata = LMCacheMetadata(
+            "some/model", 1, 1, 0, 0, torch.uint8, (1, 2, 16, 1, 2048), role="worker", chunk_size=16
+        )
+        self.tokens, self.manager = (
+            ChunkedTokenDatabase(config, metadata),
+            StorageManager(config, metadata, EventManager()),
+        )
         self.backend = self.manager.storage_backends["LocalDiskBackend"]
 
     def key(self, tokens: list[int]) -> Any:
         return list(self.tokens.process_tokens(tokens))[-1][2]
 
     def put(self, key: Any, byte: int, wait_s: float = 5.0) -> bool:
-        room = self.manager.allocate(torch.Size((2, 1, 16, 2048)), torch.uint8, fmt=MemoryFormat.KV_2LTD, busy_loop=False)
+        room = self.manager.allocate(
+            torch.Size((2, 1, 16, 2048)), torch.uint8, fmt=MemoryFormat.KV_2LTD, busy_loop=False
+        )
         if room is None:
             return False
         room.tensor.fill_(byte)

@@ -1,4 +1,4 @@
-"""LMCache's storage manager: keys of the same tokens differ between processes, by the default hash and no PYTHONHASHSEED.
+"""LMCache's storage manager: keys of the same tokens differ between processes, by the default hash.
 
 Its documents ask for PYTHONHASHSEED where caches are shared. Without it a restarted engine finds nothing.
 
@@ -19,7 +19,9 @@ code = (
 )
 keys = []
 for seed in ("1", "2"):
-    done = subprocess.run(["env", f"PYTHONHASHSEED={seed}", sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run(
+        ["env", f"PYTHONHASHSEED={seed}", sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     keys.append(done.stdout.strip().splitlines()[-1])
     told(**{f"key_with_seed_{seed}": keys[-1]})
 sys.exit(int(keys[0] != keys[1]))
