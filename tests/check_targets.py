@@ -29,6 +29,7 @@ class Right:
     """A file a value, in folders by its first byte: SHA-256 of key and value, value. The oldest gives way."""
 
     traits = TRAITS
+    unfinished = "new"
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -43,6 +44,9 @@ class Right:
         self.there = self.scan()
 
     def scan(self) -> collections.OrderedDict[str, None]:
+        for path in self.root.glob("*/*.new"):  # of processes that were killed
+            if not Path(f"/proc/{path.name.split('.')[0]}").exists():
+                path.unlink(missing_ok=True)
         found = sorted(self.root.glob("*/*.kv"), key=lambda path: path.stat().st_mtime_ns)
         return collections.OrderedDict.fromkeys(path.stem for path in found)
 
@@ -60,7 +64,7 @@ class Right:
 
     def put_one(self, key: bytes, value: bytes) -> bool:
         path = self.path(key)
-        new = path.with_name(uuid.uuid4().hex)
+        new = path.with_name(f"{os.getpid()}.{uuid.uuid4().hex}.{self.unfinished}")
         try:
             path.parent.mkdir(exist_ok=True)
             self.write(new, self.seal(key, value))
@@ -216,6 +220,16 @@ class Promises(Right):
 
     def has(self, keys: list[bytes]) -> list[bool]:
         return [key.hex() in self.there for key in keys]
+
+
+class Litters(Right):
+    """Leaves what it had not written whole when it was killed."""
+
+    unfinished = "part"
+
+    def write(self, path: Path, content: bytes) -> None:
+        super().write(path, content)
+        time.sleep(0.05)
 
 
 class Forgets(Right):

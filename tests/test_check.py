@@ -29,7 +29,8 @@ PLANTED: dict[str, tuple[str, ...]] = {
     "LastChunk": ("whole-prefix",),
     "InPlace": ("failed-store", "read-while-written", "several-processes", "killed-at-random"),
     "Promises": ("damage-missing", "evicted-between", "one-missing", "inodes", "full-disk", "enospc-write",
-                 "eio-write", "eio-open", "eio-read", "short-read"),
+                 "eio-read"),
+    "Litters": ("orphans",),
     "Forgets": ("restart", "killed"),
     "Unbounded": ("quota",),
     "CountsAnew": ("restart-bound",),
@@ -48,7 +49,19 @@ PLANTED: dict[str, tuple[str, ...]] = {
     "Boasts": ("honest-bytes",),
     "Buffered": ("page-cache",),
 }  # fmt: skip
-SAME_AS = {"short-write": "enospc-write", "eio-fsync": "eio-open"}  # one function, another fault
+SAME = {
+    "short-write",
+    "eio-write",
+    "short-read",
+    "eio-open",
+    "eio-fsync",
+}  # as these two, of another operation or error
+SLOW = SAME | {
+    "lookup",
+    "several-processes",
+    "no-memory",
+    "killed-at-random",
+}  # or one of time: tried with kvtide's own
 
 
 @pytest.fixture(autouse=True)
@@ -62,14 +75,14 @@ def run(name: str, ids: tuple[str, ...], **options: float) -> dict[str, Verdict]
 
 
 def test_every_check_has_a_planted_fault() -> None:
-    planted = {one for ids in PLANTED.values() for one in ids} | set(SAME_AS)
+    planted = {one for ids in PLANTED.values() for one in ids} | SAME
     assert planted == {check.id for check in CHECKS}
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_faults_are_found(name: str) -> None:
     found = run(name, PLANTED[name], call_s=3.0)
-    needs = {check.id: set(check.needs) & {"root", "faultfs", "loop", "cgroup"} for check in CHECKS}
+    needs = {check.id: set(check.needs) & {"faultfs", "loop"} for check in CHECKS}
     for one, verdict in found.items():
         wanted = "fail" if needs[one] <= machine_has() else "cannot tell"
         assert verdict.outcome == wanted, f"{one}: {verdict}"
@@ -77,11 +90,10 @@ def test_planted_faults_are_found(name: str) -> None:
 
 
 def test_a_store_without_faults_passes() -> None:
-    found = run("Right", ())
+    found = run("Right", tuple(check.id for check in CHECKS if check.id not in SLOW))
     missing = {"faultfs", "loop"} - machine_has()
     for one, verdict in found.items():
-        assert verdict.outcome == "pass" or missing or one == "eio-fsync", f"{one}: {verdict}"
-        assert verdict.outcome != "fail", f"{one}: {verdict}"
+        assert verdict.outcome == "pass" or (missing and verdict.outcome == "cannot tell"), f"{one}: {verdict}"
 
 
 def row(what: str, version: int, begun: int, ended: int) -> Row:

@@ -18,9 +18,10 @@ CHECK_EXAMPLE = "Example: kvtide check file"
 
 
 def check(
-    target: Annotated[
-        str, typer.Argument(help=f"What to check: {', '.join(TARGETS)}, or module:Class of your own.")
-    ] = "",
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="TARGET...", help=f"What to check: {', '.join(TARGETS)}, or module:Class of your own."),
+    ] = None,
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="ID", help="Run this check; may be given several times.")
     ] = None,
@@ -40,7 +41,7 @@ def check(
     from rich.console import Console
 
     from kvtide.check.registry import CHECKS, checks_named
-    from kvtide.check.runner import Result, run_checks
+    from kvtide.check.runner import run_checks
     from kvtide.report.check import check_json, check_page, check_row, print_checks, print_result, print_summary
 
     console = Console(highlight=False)
@@ -50,23 +51,34 @@ def check(
         else:
             print_checks(CHECKS, console)
         return
-    if not target:
+    if not targets:
         raise ConfigError(f"nothing to check was named; type one of {', '.join(TARGETS)}, or module:Class")
-    path_of(target)
+    for target in targets:
+        path_of(target)
     checks = checks_named(only or [])
     if directory is not None and not directory.is_dir():
         raise ConfigError(f"--dir {directory} is no directory; make it first")
-
-    def show(result: Result) -> None:
-        if not as_json:
-            print_result(result, console)
-
-    report = run_checks(target, checks, directory=directory, on_result=show, call_s=deadline, is_quick=quick, seed=seed)
+    reports = []
+    with Console(stderr=True).status("") as status:
+        for target in targets:
+            reports.append(
+                run_checks(
+                    target,
+                    checks,
+                    directory=directory,
+                    on_begin=lambda one: status.update(f"{one.id}: {one.how}"),
+                    on_result=lambda one: None if as_json else print_result(one, console),
+                    call_s=deadline,
+                    is_quick=quick,
+                    seed=seed,
+                )
+            )
+            if not as_json:
+                print_summary(reports[-1], console)
     if html is not None:
-        html.write_text(check_page([report]))
+        html.write_text(check_page(reports))
     if as_json:
-        typer.echo(json.dumps(check_json(report), indent=2))
-    else:
-        print_summary(report, console)
-    if report.num_failed:
+        told = [check_json(report) for report in reports]
+        typer.echo(json.dumps(told[0] if len(told) == 1 else told, indent=2))
+    if any(report.num_failed for report in reports):
         raise typer.Exit(1)

@@ -87,7 +87,7 @@ class Bench:
         seed: int = 0,
     ) -> None:
         self.target, self.root, self.machine, self.is_quick, self.seed = target, root, machine, is_quick, seed
-        self._call_s, self._count = call_s, 0
+        self.call_s, self._count = call_s, 0
         self._children: list[Child] = []
         self._closing: list[Closes] = []
         self._idle: Child | None = None
@@ -164,7 +164,7 @@ class Bench:
         return mount
 
     def _start(self, environment: Sequence[str] = ()) -> Child:
-        child = Child(self.target, environment=environment, call_s=self._call_s)
+        child = Child(self.target, environment=environment, call_s=self.call_s)
         self._children.append(child)
         return child
 

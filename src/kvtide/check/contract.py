@@ -192,9 +192,9 @@ class FaultMount(Protocol):
 # Checks
 
 Outcome = Literal["pass", "fail", "not applicable", "cannot tell"]
-TraitNeed = Literal["bounded", "durable", "disk", "checksums", "direct", "memory", "shared", "threads", "salt"]
+TraitNeed = Literal["bounded", "durable", "disk", "direct", "memory", "shared", "threads", "salt"]
 PowerNeed = Literal["drops", "reports", "begins", "pools"]
-MachineNeed = Literal["root", "faultfs", "loop", "cgroup"]
+MachineNeed = Literal["faultfs", "loop"]
 Need = TraitNeed | PowerNeed | MachineNeed
 """What a check needs. Of the target: else it is not applicable. Of the machine: else it cannot tell."""
 

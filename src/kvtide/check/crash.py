@@ -99,6 +99,34 @@ def _usable(bench: Bench, child: Child, kill: int) -> None:
         fail(f"after SIGKILL number {kill} it stores nothing any more", "1 value")
 
 
+def orphans(bench: Bench) -> Verdict:
+    """Kill the process while it writes large values, and measure what is left beside values that can be read."""
+    size, num_keys, kills = bench.fitting(4 << 20), 4, 3 if bench.is_quick else 5
+    setup = bench.setup(room=num_keys, value_bytes=size)
+    for kill in range(kills):
+        child = bench.open(setup, fresh=True)
+        keys = child.keys(bench.chains(num_keys))
+        writers = 3 if bench.traits.can_be_threaded else 1
+        plan = Plan(num_keys, size, 30.0, 0, writers, base=(kill + 1) * 100_000_000, batch=1, seed=kill)
+        before = damage.used_bytes(setup.directory)
+        child.race_begin(plan, keys)
+        time.sleep(0.2 + 0.1 * kill)
+        until = time.monotonic() + 1.0
+        while damage.used_bytes(setup.directory) == before and time.monotonic() < until:
+            time.sleep(0.005)  # it writes in place of what was there, or has not begun
+        child.kill()
+    child = bench.open(setup)
+    got, _ = bench.get_or_raise(child, keys)
+    held = sum(value is not None for value in got)
+    used = damage.used_bytes(setup.directory)
+    capacity = setup.capacity_bytes or 0
+    is_reserved = any(path.stat().st_size > capacity // 2 for path in damage.files_of(setup.directory))
+    most = max(held * (size + 8192), capacity if is_reserved and bench.traits.is_bounded else 0) + size // 4
+    if used > most:
+        fail(f"after {kills} SIGKILLs {held} values of {size} bytes can be read, files take {used} bytes", f"{kills}")
+    return passed(f"after {kills} SIGKILLs {held} values of {size} bytes can be read, files take {used} bytes")
+
+
 def locks(bench: Bench) -> Verdict:
     """Kill or stop the process that has the store open, and open it from another."""
     setup = bench.setup(room=8)
@@ -219,6 +247,15 @@ CHECKS = (
         "LMCache#2273, Mooncake#3052",
         killed_at_random,
         ("durable",),
+    ),
+    Check(
+        "orphans",
+        "Files of killed stores",
+        "what was not written whole when the process was killed does not stay on the disk",
+        "a writer of 4 MiB values is killed several times; files are measured against what can be read",
+        "LMCache#2273, LMCache#1788",
+        orphans,
+        ("durable", "disk"),
     ),
     Check(
         "locks",

@@ -35,10 +35,8 @@ _POWERS = {
     "pools": "keeps every value in one part",
 }
 _MACHINE = {
-    "root": "root is needed: run it with sudo",
     "faultfs": "a FUSE file system is needed that fails on demand: install fuse3 and make /dev/fuse accessible",
     "loop": "root, loop devices and mkfs.ext4 are needed",
-    "cgroup": "root and cgroups are needed",
 }
 
 
@@ -119,12 +117,8 @@ def judge(bench: Bench, check: Check) -> Verdict:
 def machine_has() -> frozenset[str]:
     """Return what this machine has of what checks need."""
     found = set()
-    if os.geteuid() == 0:
-        found.add("root")
-        if Path("/dev/loop-control").exists() and shutil.which("mkfs.ext4"):
-            found.add("loop")
-        if Path("/sys/fs/cgroup/memory").is_dir() or Path("/sys/fs/cgroup/cgroup.controllers").exists():
-            found.add("cgroup")
+    if os.geteuid() == 0 and Path("/dev/loop-control").exists() and shutil.which("mkfs.ext4"):
+        found.add("loop")
     if not faultfs.unavailable():
         found.add("faultfs")
     return frozenset(found)
