@@ -39,9 +39,13 @@ def run(name: str, out: Path, *, is_quick: bool, deadline: float) -> None:
     from kvtide.check.runner import Report, Result, run_checks
     from kvtide.errors import UnsupportedError
 
-    traits, rows = load_target(name).traits, list[dict[str, Any]]()
-    about = {"package": traits.package, "version": traits.version, "note": traits.note, "is_quick": is_quick}
     out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        traits, rows = load_target(name).traits, list[dict[str, Any]]()
+    except ImportError as problem:
+        out.write_text(json.dumps({"target": name, "problem": str(problem)}, indent=1) + "\n")
+        return
+    about = {"package": traits.package, "version": traits.version, "note": traits.note, "is_quick": is_quick}
 
     def note(result: Result) -> None:
         verdict = result.verdict
