@@ -2,7 +2,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: run test check bench bench-peers bench-predict fuzz fmt clean test-engines test-vllm soak test-mutants
+.PHONY: run test check bench bench-peers check-peers bench-predict fuzz fmt clean test-engines test-vllm soak test-mutants
 FUZZ_S := 60
 SOAK_MINUTES := 62
 KILLS := 3000
@@ -80,6 +80,21 @@ bench-peers: $(ENGINES)/.installed $(VLLM)/.installed $(STAMP)
 	$(ENGINES)/bin/python benchmarks/peers_sglang.py
 	$(ENGINES)/bin/python benchmarks/peers_lmcache.py
 	$(PY) benchmarks/peers_mooncake.py
+
+# `kvtide check` of the engines' own disk tiers, then what confirms its failures by the project alone. Hours, not minutes.
+CHECKED_ENGINES := lmcache-fs lmcache-disk lmcache-raw-block sglang-file
+CHECKED := .kvtide/check
+CHECK_NEEDS := aiofile blake3 lmcache-rust-raw-block-io transformers
+
+check-peers: $(ENGINES)/.installed $(VLLM)/.installed $(STAMP)
+	$(ENGINES)/bin/python -m pip install --quiet $(PEER_NEEDS) $(CHECK_NEEDS)
+	for t in $(CHECKED_ENGINES); do $(ENGINES)/bin/python tools/check_table.py run $$t $(CHECKED)/$$t.json || exit 1; done
+	$(VLLM)/bin/python tools/check_table.py run vllm-fs $(CHECKED)/vllm-fs.json --start 600
+	for t in file chunks memory; do $(PY) tools/check_table.py run $$t $(CHECKED)/$$t.json || exit 1; done
+	$(PY) tools/check_table.py table $(CHECKED)/*.json
+	$(ENGINES)/bin/python tools/check_table.py faults lmcache
+	$(ENGINES)/bin/python tools/check_table.py faults sglang
+	$(VLLM)/bin/python tools/check_table.py faults vllm
 
 bench-predict: $(STAMP)
 	$(PY) benchmarks/predict.py

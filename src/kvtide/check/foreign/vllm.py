@@ -83,7 +83,7 @@ class VllmFsTarget(JobTarget):
         events = SimpleNamespace(enable_kv_cache_events=False)
         spec = SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=events, extra_config={})
         wanted = {"type": "fs", "root_dir": str(setup.directory), "n_read_threads": 4, "n_write_threads": 4}
-        self._tier = SecondaryTierFactory.create_secondary_tier(wanted, memoryview(self._memory), spec)
+        self._tier = SecondaryTierFactory.create_secondary_tier(wanted, memoryview(self._memory.data), spec)
 
     def keys(self, chains: Sequence[Sequence[int]]) -> list[bytes]:
         lora = self._setup.identity["adapter"]
