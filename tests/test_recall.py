@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -135,3 +138,12 @@ def test_what_is_no_memory_is_refused(tmp_path: Path) -> None:
         memory.add([1], vectors(1))
     for file in (tmp_path / "m").iterdir():
         assert file.stat().st_mode & 0o077 == 0
+
+
+def test_no_acknowledged_row_is_lost_when_the_process_is_killed(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "recall_killed.py"
+    done = subprocess.run(
+        [sys.executable, script, "--kills", "4", "--dir", tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["rows_lost"] == 0

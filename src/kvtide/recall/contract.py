@@ -1,6 +1,6 @@
 """What every memory does, and what it is asked in: ids, vectors and payloads, checked here. Next: commits.
 
-Knows no file. Two implementations: `memory.Memory` on one machine, `milvus.MilvusMemory` for several.
+Knows no file. The one implementation so far is `memory.Memory`, on one machine.
 """
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ class MemoryOptions:
     log_bytes: int = 16 << 20  # of one log: what is replayed, and held in memory until it is sealed
     page_bytes: int = 4096  # written at least; 512 for a drive that really writes sectors of 512
     pending_bytes_max: int = 64 << 20  # added, but not yet durable: then `add` waits
-    merge_rows: int = 50_000  # sealed rows that become a segment, which is then indexed; 0: never
-    merge_bytes_per_s: int = 64 << 20  # write budget of a merge
     engine: str = "auto"
 
     def __post_init__(self) -> None:
@@ -71,9 +69,6 @@ class MemoryOptions:
             raise ConfigError(f"log_bytes is {self.log_bytes}; give 65536 (64 KiB) to {1 << 30} (1 GiB)")
         if self.pending_bytes_max < GROUP_BYTES_MAX:
             raise ConfigError(f"pending_bytes_max is {self.pending_bytes_max}; give at least {GROUP_BYTES_MAX}")
-        if self.merge_rows < 0 or self.merge_bytes_per_s < 1 << 20:
-            got = f"merge_rows is {self.merge_rows}, merge_bytes_per_s {self.merge_bytes_per_s}"
-            raise ConfigError(f"{got}; give at least 0 rows and {1 << 20} bytes a second")
 
 
 def checked_dim(dim: int) -> int:

@@ -152,7 +152,8 @@ class Log:
         Raises: IoError; FormatError if it is a log of other vectors.
         """
         raw = aligned_buffer(self.size_bytes)
-        self._io.move(READ, self.fd, raw, 0, cause="memory-read", what=self.name)
+        if len(raw):  # else its maker ended before it was begun
+            self._io.move(READ, self.fd, raw, 0, cause="memory-read", what=self.name)
         is_begun = len(raw) >= HEADER_BYTES and self._is_header(raw)
         scanned = scan(
             raw, start=HEADER_BYTES, log=self.number, dim=self.dim, salt=self._salt, page_bytes=self._page_bytes

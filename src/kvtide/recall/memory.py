@@ -1,7 +1,7 @@
-"""`Memory`: vectors with ids and payloads on one machine's disk, durable when `add` returns. Next: segments.
+"""`Memory`: vectors with ids and payloads on one machine's disk, durable when `add` returns. Next: kvtide.cli_memory.
 
 Puts the pieces together: a directory and its owner (place), commits that write logs (commits, log), the rows of each
-log (parts, shelf), and what logs are merged into (segments). `docs/recall.md` says what is promised.
+log (parts, shelf). `docs/recall.md` says what is promised.
 """
 
 from __future__ import annotations

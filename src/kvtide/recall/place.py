@@ -3,7 +3,6 @@
     memory.json          what it is: format, dimensions, metric, the secret that seeds its checksums, a checksum
     owner.lock           held by the one process that has it open; says which
     log-00000001.kvl     logs, in order; `spare-*.kvl` wait to be one
-    segments.lance/      what logs were merged into; segments.json says which logs each version of it holds
 
 Nothing in it is trusted: names that are not ours are left alone, links are refused, a description that does not agree
 with its checksum is no description.
