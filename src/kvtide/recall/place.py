@@ -2,7 +2,7 @@
 
     memory.json          what it is: format, dimensions, metric, the secret that seeds its checksums, a checksum
     owner.lock           held by the one process that has it open; says which
-    log-00000001.kvl     logs, in order; `spare-*.kvl` wait to be one
+    log-00000001.kvl     logs, in order
 
 Nothing in it is trusted: names that are not ours are left alone, links are refused, a description that does not agree
 with its checksum is no description.
@@ -29,7 +29,6 @@ from kvtide.tiers.owner import lock, named
 FORMAT = "kvtide-memory"
 VERSION = 1
 LOG_NAME = re.compile(r"log-([0-9]{8})\.kvl")
-SPARE_NAME = re.compile(r"spare-([0-9]{8})\.kvl")
 LOG_BYTES_MAX = 2 << 30  # larger files are none of ours
 JSON_BYTES_MAX = 1 << 16
 
@@ -92,16 +91,9 @@ class Place:
 
     def logs(self) -> list[int]:
         """Return the numbers of the logs there are, in order."""
-        return self._numbers(LOG_NAME)
-
-    def spares(self) -> list[int]:
-        """Return the numbers of the files that wait to be a log."""
-        return self._numbers(SPARE_NAME)
-
-    def _numbers(self, pattern: re.Pattern[str]) -> list[int]:
         with named(self.path):
             names = [one.name for one in self.path.iterdir()]
-        return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))
+        return sorted(int(match[1]) for name in names if (match := LOG_NAME.fullmatch(name)))
 
     def log_path(self, number: int) -> Path:
         return self.path / f"log-{number:08}.kvl"
@@ -125,22 +117,6 @@ class Place:
             os.close(fd)
             raise FormatError(f"{path}: expected a file of at most {LOG_BYTES_MAX} bytes, found {state.st_size}")
         return fd, state.st_size // 4096 * 4096
-
-    def take_spare(self, number: int) -> bool:
-        """Let a spare file, if there is one, become log `number`."""
-        for spare in self.spares():
-            with named(self.path):
-                (self.path / f"spare-{spare:08}.kvl").rename(self.log_path(number))
-            return True
-        return False
-
-    def retire_log(self, number: int, *, as_spare: bool) -> None:
-        """Take a log away: its space is kept for a later one, or given back."""
-        with named(self.path):
-            if as_spare:
-                self.log_path(number).rename(self.path / f"spare-{number:08}.kvl")
-            else:
-                self.log_path(number).unlink(missing_ok=True)
 
     def sync(self) -> None:
         """Make the names in the directory durable."""
@@ -227,8 +203,3 @@ def _description(path: Path, found: dict[str, object]) -> Description:
         raise FormatError(f"{path / 'memory.json'}: expected dim, metric and salt, found {dim!r}, {metric!r}, a salt")
     name: Metric = next(one for one in ("cosine", "dot", "l2") if one == metric)
     return Description(dim, name, bytes.fromhex(str(salt)))
-
-
-def full(error: IoError) -> bool:
-    """Say whether an error is of a file system without room."""
-    return error.errno in {errno.ENOSPC, errno.EDQUOT}
