@@ -21,7 +21,7 @@ from pathlib import Path
 
 import xxhash
 
-from kvtide.errors import ConfigError, FormatError, IoError
+from kvtide.errors import ConfigError, FormatError
 from kvtide.recall.contract import DIM_MAX
 from kvtide.recall.scores import METRICS, Metric
 from kvtide.tiers.owner import lock, named
