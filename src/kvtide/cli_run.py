@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,7 @@ from kvtide.cli_asking import check_questions, default_document, read_document
 from kvtide.cli_choices import check_choices, option_size
 from kvtide.cli_handing import Handing, check_role
 from kvtide.cli_layout import is_block_first, lay_out
+from kvtide.cli_memory import MemoryDir, Remembering
 from kvtide.cli_metrics import MetricsAddress, serving
 from kvtide.cli_places import places, quiet_libraries, remote_report
 from kvtide.cli_select import select_lines, select_options, select_report
@@ -108,6 +110,7 @@ def run(
         Path | None, typer.Option(envvar="KVTIDE_TRACE", help="Write every object and operation to this trace file.")
     ] = None,
     metrics: MetricsAddress = None,
+    memory: MemoryDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Answer questions about a long document, its KV cache kept in device, DRAM and file tiers.
@@ -159,7 +162,8 @@ def run(
     shape, num_tokens = KVShape.of(loaded.spec, loaded.dtype), _num_tokens(loaded, text)
     options, laid = lay_out(options, layout, shape, num_tokens, cache_dir=cache_dir())
     show = _Show(console, is_quiet=as_json)
-    with KvStore(loaded, options, recorder=recorder) as store, serving(metrics, store, recorder, console):
+    remembering = Remembering(memory, loaded, recorder)
+    with remembering, KvStore(loaded, options, recorder=recorder) as store, serving(metrics, store, recorder, console):
         show.opening(store, laid.lines())
         turn_options = TurnOptions(max_new_tokens=max_new_tokens, num_samples=samples, salt=salt, is_verified=verify)
         runner = TurnRunner(store, recorder, turn_options, on_text=show.text, on_prefill=show.prefill)
@@ -169,14 +173,14 @@ def run(
             handing.begin(Conversation(loaded, text), ask[0], wait_s=wait_s, on_progress=show.prefill)
         for index, asked in enumerate(handing.questions(ask, chat=chat, has_document=document is not None)):
             conversation = Conversation(loaded, text)
-            turns.extend(show.turn(runner, conversation, question, index) for question in asked)
+            one = partial(show.turn, runner, conversation, index)
+            turns.extend(remembering.turn(one, question, index) for question in asked)
         store.cache.flush()
         about = _about(store) if trace is not None else None
-        report = _report(store, turns, verify=verify) | handing.report(turns)
+        report = _report(store, turns, verify=verify) | handing.report(turns) | remembering.report() | laid.report()
         report["knee"] = dataclasses.asdict(knee) if knee else None
-        report |= laid.report()
         if not as_json:
-            show.summary(store, turns, handing.lines(turns), verify=verify)
+            show.summary(store, turns, [*handing.lines(turns), *remembering.lines()], verify=verify)
     _write_out(report, recorder, trace, about, show, as_json=as_json)
     if verify and not report["tokens_equal"]:
         raise typer.Exit(1)
@@ -322,8 +326,8 @@ class _Show:
             self._progress.stop()
             self._progress = None
 
-    def turn(self, runner: TurnRunner, conversation: Conversation, question: str, index: int) -> Turn:
-        self.line(f"\n[{index + 1}] {printable(question)}")
+    def turn(self, runner: TurnRunner, conversation: Conversation, index: int, question: str) -> Turn:
+        self.line(f"\n[{index + 1}] {printable(question, keep=chr(10))}")
         try:
             turn = runner.run(conversation, question, index=index)
         finally:
