@@ -26,8 +26,10 @@ def named(path: Path) -> Iterator[None]:
         raise IoError(error.errno or 0, f"cannot open {error.filename or path}: {error.strerror}") from None
 
 
-def lock(path: Path) -> int:
+def lock(path: Path, *, option: str = "--dir") -> int:
     """Become the one owner of namespace `path`; return the file descriptor that holds the lock.
+
+    `option` is what to type to choose another.
 
     Raises: IoError(EBUSY) that names the process that owns it.
     """
@@ -41,7 +43,7 @@ def lock(path: Path) -> int:
         if error.errno not in {errno.EAGAIN, errno.EACCES}:
             raise IoError(error.errno or 0, f"cannot lock {path}: {error.strerror}") from None
         raise IoError(
-            errno.EBUSY, f"{path} is owned by process {owner}; wait for it to end, or type another --dir"
+            errno.EBUSY, f"{path} is owned by process {owner}; wait for it to end, or type another {option}"
         ) from None
     if not _is_at(fd, path / "owner.lock"):
         os.close(fd)

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import polars as pl
 
-CAUSES = ("prefill-write", "decode-read", "restore", "prefetch", "demote", "metadata")
+MEMORY_CAUSES = ("memory-log", "memory-segment", "memory-read")  # of `kvtide.recall`
+CAUSES = ("prefill-write", "decode-read", "restore", "prefetch", "demote", "metadata", *MEMORY_CAUSES)
 UNKNOWN_CAUSE = "unknown"
 UNKNOWN = -1
 LEVELS = ("object", "op", "call", "block", "sample")

@@ -1,0 +1,235 @@
+"""The directory of a memory: its description, its owner, its logs. Next: memory.
+
+    memory.json          what it is: format, dimensions, metric, the secret that seeds its checksums, a checksum
+    owner.lock           held by the one process that has it open; says which
+    log-00000001.kvl     logs, in order; `spare-*.kvl` wait to be one
+    segments.lance/      what logs were merged into; segments.json says which logs each version of it holds
+
+Nothing in it is trusted: names that are not ours are left alone, links are refused, a description that does not agree
+with its checksum is no description.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from kvtide.errors import ConfigError, FormatError, IoError
+from kvtide.recall.contract import DIM_MAX
+from kvtide.recall.scores import METRICS, Metric
+from kvtide.tiers.owner import lock, named
+
+FORMAT = "kvtide-memory"
+VERSION = 1
+LOG_NAME = re.compile(r"log-([0-9]{8})\.kvl")
+SPARE_NAME = re.compile(r"spare-([0-9]{8})\.kvl")
+LOG_BYTES_MAX = 2 << 30  # larger files are none of ours
+JSON_BYTES_MAX = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a memory is, fixed when it was made."""
+
+    dim: int
+    metric: Metric
+    salt: bytes
+
+
+class Place:
+    """An owned directory.
+
+    Threads: one at a time.
+    """
+
+    def __init__(self, path: Path, dim: int, metric: Metric) -> None:
+        """Own the directory, made where there is none.
+
+        Raises: ConfigError if it holds something else, or a memory of other vectors; FormatError if its description
+        was changed; IoError, with EBUSY while another process owns it.
+        """
+        self.path = path
+        _make(path)
+        self._lock_fd = lock(path, option="--memory")
+        try:
+            self.description = self._describe(dim, metric)
+        except BaseException:
+            self.close()
+            raise
+
+    def _describe(self, dim: int, metric: Metric) -> Description:
+        found = read_json(self.path / "memory.json")
+        if found is None:
+            self._refuse_foreign()
+            made = Description(dim, metric, secrets.token_bytes(16))
+            what = {"format": FORMAT, "version": VERSION, "dim": dim, "metric": metric, "salt": made.salt.hex()}
+            write_json(self.path / "memory.json", what)
+            return made
+        kept = _description(self.path, found)
+        if kept.dim != dim:
+            raise ConfigError(
+                f"{self.path} keeps vectors of {kept.dim} dimensions, asked for {dim}; "
+                f"open it with dim={kept.dim}, or choose another directory"
+            )
+        if kept.metric != metric:
+            raise ConfigError(f"{self.path} compares by {kept.metric}, asked for {metric}; type metric='{kept.metric}'")
+        return kept
+
+    def _refuse_foreign(self) -> None:
+        foreign = sorted({one.name for one in self.path.iterdir()} - {"owner.lock", "memory.json.new"})
+        if foreign:
+            (self.path / "owner.lock").unlink(missing_ok=True)
+            raise ConfigError(
+                f"{self.path} is no memory: it holds {foreign[0]!r} and no memory.json; choose an empty directory"
+            )
+
+    def logs(self) -> list[int]:
+        """Return the numbers of the logs there are, in order."""
+        return self._numbers(LOG_NAME)
+
+    def spares(self) -> list[int]:
+        """Return the numbers of the files that wait to be a log."""
+        return self._numbers(SPARE_NAME)
+
+    def _numbers(self, pattern: re.Pattern[str]) -> list[int]:
+        with named(self.path):
+            names = [one.name for one in self.path.iterdir()]
+        return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))
+
+    def log_path(self, number: int) -> Path:
+        return self.path / f"log-{number:08}.kvl"
+
+    def open_log(self, number: int) -> tuple[int, int]:
+        """Return a descriptor of a log, made where there is none, and its size in bytes.
+
+        Raises: IoError; FormatError if it is no plain file or too large.
+        """
+        path = self.log_path(number)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        with named(path):
+            try:
+                fd = os.open(path, flags | os.O_DIRECT, 0o600)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                fd = os.open(path, flags, 0o600)  # a file system without direct I/O
+        state = os.fstat(fd)
+        if not stat.S_ISREG(state.st_mode) or state.st_size > LOG_BYTES_MAX:
+            os.close(fd)
+            raise FormatError(f"{path}: expected a file of at most {LOG_BYTES_MAX} bytes, found {state.st_size}")
+        return fd, state.st_size // 4096 * 4096
+
+    def take_spare(self, number: int) -> bool:
+        """Let a spare file, if there is one, become log `number`."""
+        for spare in self.spares():
+            with named(self.path):
+                (self.path / f"spare-{spare:08}.kvl").rename(self.log_path(number))
+            return True
+        return False
+
+    def retire_log(self, number: int, *, as_spare: bool) -> None:
+        """Take a log away: its space is kept for a later one, or given back."""
+        with named(self.path):
+            if as_spare:
+                self.log_path(number).rename(self.path / f"spare-{number:08}.kvl")
+            else:
+                self.log_path(number).unlink(missing_ok=True)
+
+    def sync(self) -> None:
+        """Make the names in the directory durable."""
+        sync_folder(self.path)
+
+    def close(self) -> None:
+        """Let another process own it. Idempotent."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+
+def _make(path: Path) -> None:
+    with named(path):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable.
+
+    Raises: IoError.
+    """
+    with named(path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def read_json(path: Path) -> dict[str, object] | None:
+    """Return an object written by `write_json`, None if there is no such file.
+
+    Raises: FormatError if it was changed since; IoError.
+    """
+    with named(path):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            raw = os.read(fd, JSON_BYTES_MAX) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+        finally:
+            os.close(fd)
+    try:
+        found = json.loads(raw)
+        check = found.pop("check")
+        is_whole = check == _check(found)
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        is_whole = False
+    if not is_whole:
+        raise FormatError(f"{path}: byte 0: expected JSON with a checksum that agrees, found {raw[:40]!r}")
+    return dict(found)
+
+
+def write_json(path: Path, what: dict[str, object]) -> None:
+    """Replace a file by an object and its checksum, whole or not at all, and durable.
+
+    Raises: IoError.
+    """
+    new = path.with_name(path.name + ".new")
+    with named(path):
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, json.dumps(what | {"check": _check(what)}).encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        new.rename(path)
+    sync_folder(path.parent)
+
+
+def _check(what: dict[str, object]) -> str:
+    return str(xxhash.xxh3_64_hexdigest(json.dumps(what, sort_keys=True).encode()))
+
+
+def _description(path: Path, found: dict[str, object]) -> Description:
+    dim, metric, salt = found.get("dim"), found.get("metric"), found.get("salt")
+    if found.get("format") != FORMAT or found.get("version") != VERSION:
+        got = f"{found.get('format')!r} version {found.get('version')!r}"
+        raise FormatError(f"{path / 'memory.json'}: expected {FORMAT} version {VERSION}, found {got}")
+    is_salt = isinstance(salt, str) and re.fullmatch("[0-9a-f]{32}", salt)
+    if not isinstance(dim, int) or not 1 <= dim <= DIM_MAX or metric not in METRICS or not is_salt:
+        raise FormatError(f"{path / 'memory.json'}: expected dim, metric and salt, found {dim!r}, {metric!r}, a salt")
+    name: Metric = next(one for one in ("cosine", "dot", "l2") if one == metric)
+    return Description(dim, name, bytes.fromhex(str(salt)))
+
+
+def full(error: IoError) -> bool:
+    """Say whether an error is of a file system without room."""
+    return error.errno in {errno.ENOSPC, errno.EDQUOT}
