@@ -181,7 +181,6 @@ def _search(
     on(f"{about.name}: {options.queries} queries")
     place.refresh()
     with start(about, options, place, python) as worker:
-        worker.order("search", num=1, k=TOP, skip=options.queries)  # loads code, not these queries' pages
         evict(place.folder)
         found.resident_at_start_bytes = resident_bytes(place.folder)
         with recording(place.number, work, is_own=place.is_own) as recorded:

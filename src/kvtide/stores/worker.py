@@ -20,11 +20,12 @@ from typing import Any, TextIO
 import numpy as np
 
 from kvtide.stores import corpus
-from kvtide.stores.engines.contract import Engine, EngineOptions
+from kvtide.stores.engines.contract import Engine, EngineOptions, LateEngine
 from kvtide.stores.engines.names import opened
 
 PR_SET_PDEATHSIG = 1  # Source: linux/prctl.h
 ACKED = struct.Struct("<q")
+LATE_NS = 10**9  # that an engine may take for its last rows
 
 
 class Worker:
@@ -42,6 +43,7 @@ class Worker:
         rows = corpus.vectors_of(first, num, self._dim, seed=self._seed)
         ids = np.arange(first, first + num)
         took = np.zeros(-(-num // batch), np.int64)
+        late = self._engine if isinstance(self._engine, LateEngine) else None
         began = time.monotonic_ns()
         for index in range(len(took)):
             low, high = index * batch, min(num, (index + 1) * batch)
@@ -51,8 +53,13 @@ class Worker:
             start = time.monotonic_ns()
             self._engine.insert(ids[low:high], rows[low:high])
             took[index] = time.monotonic_ns() - start
-            ACKED.pack_into(self._acked, 0, first + high)
-        return {"took_ns": took.tolist(), "seconds": (time.monotonic_ns() - began) / 1e9}
+            kept = late.num_durable() if late is not None else high
+            ACKED.pack_into(self._acked, 0, first + kept)
+        ended = time.monotonic_ns()
+        while late is not None and late.num_durable() < num and time.monotonic_ns() - ended < LATE_NS:
+            time.sleep(0.001)
+        ACKED.pack_into(self._acked, 0, first + (late.num_durable() if late is not None else num))
+        return {"took_ns": took.tolist(), "seconds": (ended - began) / 1e9}
 
     def finish(self) -> dict[str, Any]:
         """Save, merge, build."""

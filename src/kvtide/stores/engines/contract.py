@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,15 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Close. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class LateEngine(Protocol):
+    """An engine that acknowledges after `insert` has returned."""
+
+    def num_durable(self) -> int:
+        """Return how many of the inserted rows were acknowledged: the first so many."""
         ...
 
 

@@ -19,10 +19,13 @@ class Sqlite:
 
     def __init__(self, options: EngineOptions) -> None:
         self._dim = options.dim
-        self._base = sqlite3.connect(options.folder / "rows.db", isolation_level=None)
+        self._base = self._connect(str(options.folder / "rows.db"))
         self._base.execute("pragma journal_mode=wal")
         self._base.execute(f"pragma synchronous={'full' if options.is_durable else 'normal'}")
         self._prepare()
+
+    def _connect(self, path: str) -> sqlite3.Connection:
+        return sqlite3.connect(path, isolation_level=None)
 
     def _prepare(self) -> None:
         self._base.execute("create table if not exists rows(id integer primary key, vector blob)")
@@ -50,7 +53,15 @@ class Sqlite:
 
 
 class SqliteVec(Sqlite):
-    """The vec0 virtual table."""
+    """The vec0 virtual table. A Python that loads no extensions needs the package pysqlite3-binary."""
+
+    def _connect(self, path: str) -> sqlite3.Connection:
+        if hasattr(sqlite3.Connection, "enable_load_extension"):
+            return super()._connect(path)
+        import pysqlite3
+
+        base: sqlite3.Connection = pysqlite3.connect(path, isolation_level=None)
+        return base
 
     def _prepare(self) -> None:
         import sqlite_vec

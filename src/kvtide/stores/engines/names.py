@@ -25,7 +25,7 @@ ENGINES = {
               "in the log, not synced", "on disk (log, fsync)", "all rows read, exact"),
         About("sqlite", f"{_HERE}.embedded:Sqlite", "", "sqlite3",
               "in the log, synced at a checkpoint", "on disk (log, fsync)", "all rows read, exact"),
-        About("sqlite-vec", f"{_HERE}.embedded:SqliteVec", "sqlite-vec", "sqlite_vec",
+        About("sqlite-vec", f"{_HERE}.embedded:SqliteVec", "sqlite-vec pysqlite3-binary", "sqlite_vec",
               "in the log, synced at a checkpoint", "on disk (log, fsync)", "exact"),
         About("usearch", f"{_HERE}.graphs:Usearch", "usearch", "usearch", MEMORY_ONLY, "", "HNSW in a mapped file"),
         About("hnswlib", f"{_HERE}.graphs:Hnswlib", "hnswlib", "hnswlib",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from kvtide.recall import Memory
+from kvtide.recall.commits import Ticket
 from kvtide.stores.engines.contract import EngineOptions, Ids, Vectors
 
 IDS_MAX = 1 << 24  # looked for after a crash
@@ -16,9 +19,16 @@ class Kvtide:
     def __init__(self, options: EngineOptions) -> None:
         self._memory = Memory.open(options.folder / "memory", options.dim)
         self._waits = options.is_durable
+        self._waiting: deque[tuple[int, Ticket]] = deque()
+        self._num_durable = 0
 
     def insert(self, ids: Ids, vectors: Vectors) -> None:
-        self._memory.add(ids, vectors, wait=self._waits)
+        self._waiting.append((len(ids), self._memory.add(ids, vectors, wait=self._waits)))
+
+    def num_durable(self) -> int:
+        while self._waiting and self._waiting[0][1].is_done and self._waiting[0][1].error is None:
+            self._num_durable += self._waiting.popleft()[0]
+        return self._num_durable
 
     def finish(self) -> None:
         self._memory.flush()
