@@ -107,6 +107,38 @@ def bench(
         raise typer.Exit(130)
 
 
+@recall.command("explain", epilog="Example: kvtide recall explain --store db --run -- python fill.py")
+def explain(
+    words: Annotated[list[str] | None, typer.Argument(metavar="TRACE | -- COMMAND ...")] = None,
+    run: Annotated[bool, typer.Option("--run", help="Run and trace the command behind --.")] = False,
+    store: Annotated[Path | None, typer.Option(help="Folder of the store's files.")] = None,
+    user_bytes: Annotated[str | None, typer.Option(help="What the user gave: for amplification.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Keep the trace of --run in this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say why a store wrote: bytes by cause, small writes, chains of reads, and what would help.
+
+    A trace of `kvtide trace` needs --store, to know which file lies where: files that are gone count as unknown. With
+    --run the files are looked at while the command runs.
+    """
+    from kvtide.report.explain import explained_json, print_explained
+    from kvtide.stores.explaining import explain_run, explain_trace
+
+    size = parse_option_bytes("--user-bytes", user_bytes) if user_bytes is not None else None
+    if run:
+        if not words or store is None:
+            raise ConfigError("--run needs --store and a command: type kvtide recall explain --store DIR --run -- COMMAND")
+        found = explain_run(words, store, user_bytes=size, output=output)
+    elif words is None or len(words) != 1:
+        raise ConfigError("type one trace file, or --store DIR --run -- COMMAND")
+    else:
+        found = explain_trace(Path(words[0]), store, user_bytes=size)
+    if as_json:
+        print(json.dumps(explained_json(found)))
+    else:
+        print_explained(found, Console(highlight=False, markup=False, emoji=False))
+
+
 def _run(
     report: RecallReport,
     wanted: list[About],
