@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _bench import environment, parser, summary, warnings_of, write_result
 
+from _bench import environment, parser, summary, warnings_of, write_result
 from kvtide.errors import UnsupportedError
 from kvtide.recall.model import Tree, leveled, tiered
 from kvtide.stores.device import LoopDisk, Shared, sync_file_system, why_not
@@ -46,7 +46,7 @@ def options(shape: Tree, style: str) -> Any:
     from rocksdict import DBCompactionStyle, DBCompressionType, Options
 
     made = Options(raw_mode=True)
-    made.create_if_missing(True)
+    made.create_if_missing(True)  # noqa: FBT003
     made.set_compression_type(DBCompressionType.none())
     made.set_write_buffer_size(shape.memtable_bytes)
     made.set_max_write_buffer_number(2)
@@ -114,7 +114,9 @@ def measure(
     num = user_bytes // ROW_BYTES
     user_bytes = num * ROW_BYTES
     with ExitStack() as stack:
-        place = stack.enter_context(Shared(work) if why_not() else LoopDisk(work, size_bytes=6 * user_bytes + 512 * MIB))
+        place = stack.enter_context(
+            Shared(work) if why_not() else LoopDisk(work, size_bytes=6 * user_bytes + 512 * MIB)
+        )
         before, started = place.counts(), time.monotonic()
         made = options(shape, style)
         found = fill(place.folder / "rocks", made, num, is_random=is_random, rng=rng)
@@ -168,7 +170,7 @@ def _line(case: dict[str, Any]) -> str:
         f"{case['name']:36} RocksDB {case['amplification']['median']:6.2f} (log {said['log']:.2f}, flush "
         f"{said['flush']:.2f}, compaction {said['compaction']:.2f}), device {case['device_amplification']:6.2f}, model "
         f"{model['total']:6.2f} ({case['model_error']:+.0%}) {[round(each, 2) for each in model['compaction']]} "
-        f"files {case['files_at_levels']}, {[round(each, 2) for each in case['written_to_levels']]}, {case['seconds']:.0f} s"
+        f"written to levels {[round(each, 2) for each in case['written_to_levels']]}, {case['seconds']:.0f} s"
     )
 
 

@@ -127,7 +127,9 @@ def explain(
     size = parse_option_bytes("--user-bytes", user_bytes) if user_bytes is not None else None
     if run:
         if not words or store is None:
-            raise ConfigError("--run needs --store and a command: type kvtide recall explain --store DIR --run -- COMMAND")
+            raise ConfigError(
+                "--run needs --store and a command: type kvtide recall explain --store DIR --run -- COMMAND"
+            )
         found = explain_run(words, store, user_bytes=size, output=output)
     elif words is None or len(words) != 1:
         raise ConfigError("type one trace file, or --store DIR --run -- COMMAND")

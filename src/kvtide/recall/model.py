@@ -170,42 +170,32 @@ def segment_log(
 def b_tree(
     *,
     row_bytes: int,
-    rows: int,
     rows_per_commit: float = 1.0,
     page_bytes: int = PAGE_BYTES,
-    cache_bytes: int = 0,
     frame_bytes: int = 24,
     is_random: bool = False,
+    is_synced: bool = True,
     checkpoint_pages: int = 1000,
 ) -> Written:
-    """Return what a B-tree with a write-ahead log of pages writes (SQLite: frames of 24 + page_bytes bytes).
+    """Return what a B-tree with a log of pages writes (SQLite's WAL: frames of 24 + page_bytes bytes).
 
-    A commit logs every page it touched: its rows' leaves, and a parent now and then. Between two checkpoints a leaf is
-    written back once however often it was logged. Random keys touch a leaf each, which is about two thirds full.
+    A commit logs every page it touched: its rows' leaves, and a parent when a leaf is full. Frames are not aligned, so
+    a synced commit writes one page of the device more than its bytes fill. A checkpoint writes each page back once that
+    was logged since the last one: with keys in order that is once a leaf, at random about every frame.
     Raises: ConfigError for sizes below 1.
     """
-    if min(row_bytes, rows, page_bytes, checkpoint_pages) < 1 or rows_per_commit < 1:
+    if min(row_bytes, page_bytes, checkpoint_pages) < 1 or rows_per_commit < 1:
         raise ConfigError(
-            f"a B-tree of {rows} rows of {row_bytes} bytes, {rows_per_commit} a commit: 1 and more of each is needed"
+            f"a B-tree of rows of {row_bytes} bytes, {rows_per_commit} a commit: 1 and more of each is needed"
         )
-    fill = math.log(2) if is_random else 1.0  # Yao 1978: random insertion leaves pages ln 2 full
-    fitting = max(1.0, fill * page_bytes / row_bytes)
-    spill = max(1.0, row_bytes / page_bytes)  # pages of a row that is larger than one
-    if is_random:
-        touched = rows_per_commit * spill
-    else:
-        touched = max(1.0, rows_per_commit / fitting) * spill + min(1.0, rows_per_commit / fitting)
-    log = touched * (page_bytes + frame_bytes) / (rows_per_commit * row_bytes)
-    leaves = rows / fitting * spill
-    between = checkpoint_pages / touched * rows_per_commit  # rows between two checkpoints
-    if is_random:
-        logged = between * spill
-        is_cached = cache_bytes >= leaves * page_bytes
-        distinct = leaves * -math.expm1(-logged / leaves) if leaves else 0.0
-        back = min(logged, distinct if not is_cached else distinct) * page_bytes / (between * row_bytes)
-    else:
-        back = spill * page_bytes / (fitting * row_bytes) + page_bytes / (fitting * 100 * row_bytes)
-    return Written(log, back, ())
+    spill = math.ceil(row_bytes / page_bytes)  # pages of a row that is larger than one
+    fitting = max(1.0, (math.log(2) if is_random else 1.0) * (page_bytes // row_bytes))  # Yao 1978: ln 2 full
+    leaves = rows_per_commit if is_random else max(1.0, rows_per_commit / fitting)
+    touched = leaves * spill + rows_per_commit / fitting  # the leaves, and a parent a new leaf
+    logged = touched * (page_bytes + frame_bytes) + (PAGE_BYTES if is_synced else 0)
+    back = touched if is_random else rows_per_commit / fitting * spill
+    user = rows_per_commit * row_bytes
+    return Written(logged / user, back * page_bytes / user, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +212,8 @@ def graph(
 ) -> GraphReads:
     """Return what a beam search of an on-disk graph reads (DiskANN): about one node for each place of its list.
 
-    A search ends when all `search_list` candidates were expanded, so it reads that many nodes, and some that were pushed
-    out of the list again: those of the way in, about log(rows) / log(degree) hops of a beam. A round reads `beam`.
+    A search ends when all `search_list` candidates were expanded, so it reads that many nodes, and some that were
+    pushed out of the list again: those of the way in, about log(rows) / log(degree) hops of a beam. A round reads `beam`.
     Source: greedy search of Subramanya et al., NeurIPS 2019.
     Raises: ConfigError for sizes below 1, or a share outside 0 to 1.
     """

@@ -39,12 +39,12 @@ def print_explained(found: Explained, console: Console) -> None:
     if found.num_reads:
         console.print(
             Text(
-                f"{found.num_reads:,} reads ({format_bytes(found.read_bytes)}) in {found.num_bursts:,} bursts: dependent "
-                f"rounds p50 {found.rounds_p50:g}, most {found.rounds_max}, {found.reads_per_round:.1f} reads a round."
+                f"{found.num_reads:,} reads ({format_bytes(found.read_bytes)}) in {found.num_bursts:,} bursts: "
+                f"dependent rounds p50 {found.rounds_p50:g}, most {found.rounds_max}, {found.reads_per_round:.1f} reads a round."
             )
         )
     for name, value in sorted(found.rocksdb.items()):
-        if value and ("bytes" in name or "stall" in name):
+        if value and (name.startswith("tables") or "stall" in name):
             console.print(Text(f"RocksDB says: {printable(name)} {value:,}", style="dim"))
     for remedy in found.remedies:
         console.print(Text(f"Would help: {remedy}."))

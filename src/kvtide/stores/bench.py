@@ -4,8 +4,8 @@ Decides what is measured in which order. Each figure that could not be had is No
 
 Theory. An engine is given a fresh file system. Rows go in; the device's counts are read when the last one is
 acknowledged and everything dirty is written, again after a pause (what the file system and the engine still owed), and
-again after `finish`. Then the file system is mounted anew, so that nothing of it is in memory, and queries are searched:
-the first alone, then the others, each for the first time (cold), then all again (warm).
+again after `finish`. Then the file system is mounted anew, so that nothing of it is in memory, and queries are
+searched: the first alone, then the others, each for the first time (cold), then all again (warm).
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ def cause_of(name: str, tables: Tables | None = None) -> tuple[str, str]:
             number = _NUMBER.search(path)
             if number and tables is not None:
                 which = int(number[1])
-                cause = "flush" if which in tables.flush else "compaction" if which in tables.compaction else cause
+                told = "flush" if which in tables.flush else "compaction" if which in tables.compaction else cause
+                return store, told
             return store, cause
     return "any", "unknown"
 
@@ -90,7 +91,9 @@ class Held:
     last_ns: int = 1 << 62  # seen last
 
 
-def owners(files: Sequence[Held], offset: npt.NDArray[np.int64], time_ns: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
+def owners(
+    files: Sequence[Held], offset: npt.NDArray[np.int64], time_ns: npt.NDArray[np.int64]
+) -> npt.NDArray[np.intp]:
     """Return for each command the index of the file it lies in, -1 for none. Shapes: offset, time_ns [n]."""
     owner = np.full(len(offset), -1, np.intp)
     order = np.argsort(offset, kind="stable")

@@ -1,7 +1,7 @@
 """What is left after a SIGKILL, and after a power cut: rows that were acknowledged and are not there. Next: bench.
 
-A power cut is a copy of the device's image, mounted as it is: what was only in the page cache is lost. Commands that the
-device completed count as kept, although a real drive may lose those that were not flushed: so it flatters.
+A power cut is a copy of the device's image, mounted as it is: what was only in the page cache is lost. Commands that
+the device completed count as kept, although a real drive may lose those that were not flushed: so it flatters.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class LoopDisk:
             own_mounts()
             found = _tool("losetup", "--find", "--show", "--direct-io=on", f"/proc/{os.getpid()}/fd/{self.image}")
             self.name = Path(found.strip()).name
-            number = os.stat(f"/dev/{self.name}").st_rdev
+            number = Path(f"/dev/{self.name}").stat().st_rdev
             self.number = os.major(number) << 20 | os.minor(number)
             if self._is_new:
                 # Nothing may be initialised later: it would be counted as the store's.

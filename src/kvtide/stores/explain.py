@@ -168,7 +168,7 @@ def remedies_of(found: Explained) -> list[str]:
     ]
     if found.rounds_p50 >= CHAIN_MIN and found.reads_per_round < 2:
         lines.append(
-            f"reads wait for one another ({found.rounds_p50:.0f} rounds, {found.reads_per_round:.1f} reads each): a wider "
-            "beam, more of the graph's upper part in memory, or lists that are read at once (IVF)"
+            f"reads wait for one another ({found.rounds_p50:.0f} rounds, {found.reads_per_round:.1f} reads each): "
+            "a wider beam, more of the graph's upper part in memory, or lists that are read at once (IVF)"
         )
     return lines

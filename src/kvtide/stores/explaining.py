@@ -1,4 +1,7 @@
-"""Where an explained trace comes from: a file of `kvtide trace`, or a command that is run and watched. Next: explain."""
+"""Where an explained trace comes from: a file of `kvtide trace`, or a command that is run and watched.
+
+Next: explain.
+"""
 
 from __future__ import annotations
 
@@ -79,9 +82,11 @@ def explain_run(
             found.notes.append(f"{capture.num_lost} events were lost")
         if code:
             found.notes.append(f"the command ended with {code}")
-        found.notes.append("Writes of the kernel on anybody's behalf are counted, others' on this device, too.")
+        found.notes.append("`unknown` holds what the kernel wrote for others on this device, too.")
         if output is not None:
-            about = About("kernel", " ".join(command), child.pid, os.uname().nodename, began, time.monotonic_ns(), epoch)
+            about = About(
+                "kernel", " ".join(command), child.pid, os.uname().nodename, began, time.monotonic_ns(), epoch
+            )
             about.devices = {str(caps.number): caps.as_traced()}
             about.files = [TracedFile(file.name, -1, caps.number, file.extents) for file in watch.files]
             about.health.num_lost = capture.num_lost

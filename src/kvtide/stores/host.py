@@ -33,7 +33,13 @@ class Worker:
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors)
         try:
             self.order(
-                "open", engine=engine, folder=str(folder), dim=dim, seed=seed, durable=is_durable, acked=self._acked.name
+                "open",
+                engine=engine,
+                folder=str(folder),
+                dim=dim,
+                seed=seed,
+                durable=is_durable,
+                acked=self._acked.name,
             )
         except BaseException:
             self.kill()

@@ -45,6 +45,7 @@ def rounds_of(query: Ints, issued_ns: Ints, complete_ns: Ints, *, num_queries: i
     is_known = (query >= 0) & (complete_ns >= issued_ns)
     order = np.lexsort((issued_ns[is_known], query[is_known]))
     query, issued_ns, complete_ns = (each[is_known][order] for each in (query, issued_ns, complete_ns))
+    complete_ns = np.maximum(complete_ns, issued_ns + 1)  # no read follows itself
     begin = np.searchsorted(query, np.arange(num_queries), side="left")
     end = np.searchsorted(query, np.arange(num_queries), side="right")
     earliest = _earliest_end(query, complete_ns)

@@ -1,4 +1,7 @@
-"""Where a store's files lie on the device, looked at again and again while it runs: files come and go. Next: explain."""
+"""Where a store's files lie on the device, looked at again and again while it runs: files come and go.
+
+Next: explain.
+"""
 
 from __future__ import annotations
 

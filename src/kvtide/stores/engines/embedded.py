@@ -66,7 +66,7 @@ class SqliteVec(Sqlite):
     def _prepare(self) -> None:
         import sqlite_vec
 
-        self._base.enable_load_extension(True)
+        self._base.enable_load_extension(True)  # noqa: FBT003
         sqlite_vec.load(self._base)
         self._base.execute(
             f"create virtual table if not exists rows using vec0(id integer primary key, vector float[{self._dim}])"
@@ -92,7 +92,7 @@ class RocksDb:
         from rocksdict import DBCompressionType, Options, Rdict, WriteOptions
 
         made = Options(raw_mode=True)
-        made.create_if_missing(True)
+        made.create_if_missing(True)  # noqa: FBT003
         made.set_compression_type(DBCompressionType.none())
         self._base: Any = Rdict(str(options.folder / "rocks"), made)
         self._writing = WriteOptions()
