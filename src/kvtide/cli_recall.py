@@ -101,7 +101,7 @@ def bench(
     report = RecallReport(options)
     report.absent = [f"{e.name}: not installed; pip install {e.package}" for e in ENGINES.values() if e not in wanted]
     folder.mkdir(parents=True, exist_ok=True)
-    _run(report, wanted, _batches(batch), interpreters, folder, console)
+    _run(report, wanted, _batches(batch), interpreters, folder, console, output)
     _give(report, html=html, output=output, as_json=as_json)
     if report.is_partial:
         raise typer.Exit(130)
@@ -148,10 +148,12 @@ def _run(
     interpreters: dict[str, str],
     folder: Path,
     console: Console,
+    output: Path | None,
 ) -> None:
-    """Measure everything; at Ctrl-C keep what is there."""
+    """Measure everything; at Ctrl-C keep what is there. `output` grows with each engine."""
     from dataclasses import replace
 
+    from kvtide.report.recall import recall_json
     from kvtide.stores.bench import measure
     from kvtide.stores.crash import crash
 
@@ -164,6 +166,8 @@ def _run(
                     found = measure(about, options, folder, python=python, on=on)
                     report.found.append(found)
                     crash(about, options, folder, found, python=python, on=on)
+                    if output is not None:
+                        output.write_text(json.dumps(recall_json(report), indent=1) + "\n", encoding="utf-8")
                     step()
         except KeyboardInterrupt:
             report.is_partial = True

@@ -160,7 +160,8 @@ def segment_log(
         )
     pages = math.ceil(rows_per_commit * (row_bytes + header_bytes) / PAGE_BYTES)
     log = (pages * PAGE_BYTES + journal_bytes) / (rows_per_commit * row_bytes)
-    costs, size = [], tier_rows * tier_ratio
+    costs: list[float] = []
+    size = tier_rows * tier_ratio
     while size <= rows:
         costs.append((rows // size) * size / rows)
         size *= tier_ratio
@@ -213,7 +214,8 @@ def graph(
     """Return what a beam search of an on-disk graph reads (DiskANN): about one node for each place of its list.
 
     A search ends when all `search_list` candidates were expanded, so it reads that many nodes, and some that were
-    pushed out of the list again: those of the way in, about log(rows) / log(degree) hops of a beam. A round reads `beam`.
+    pushed out of the list again: those of the way in, about log(rows) / log(degree) hops of a beam. A round
+    reads `beam`.
     Source: greedy search of Subramanya et al., NeurIPS 2019.
     Raises: ConfigError for sizes below 1, or a share outside 0 to 1.
     """

@@ -33,14 +33,15 @@ def print_explained(found: Explained, console: Console) -> None:
         share = f"{each.num_bytes / total:.1%}"
         table.add_row(each.name, format_bytes(each.num_bytes), share, *times, f"{each.num_writes:,}", small)
     console.print(table)
-    times = f", {total / user:.2f} x what the user gave" if user else ""
-    line = f"{format_bytes(total)} written{times}; {found.small_share:.0%} of the writes are below 16 KiB"
+    over = f", {total / user:.2f} x what the user gave" if user else ""
+    line = f"{format_bytes(total)} written{over}; {found.small_share:.0%} of the writes are below 16 KiB"
     console.print(Text(f"{line}; {found.num_flushes:,} flushes."))
     if found.num_reads:
         console.print(
             Text(
                 f"{found.num_reads:,} reads ({format_bytes(found.read_bytes)}) in {found.num_bursts:,} bursts: "
-                f"dependent rounds p50 {found.rounds_p50:g}, most {found.rounds_max}, {found.reads_per_round:.1f} reads a round."
+                f"dependent rounds p50 {found.rounds_p50:g}, most {found.rounds_max}, "
+                f"{found.reads_per_round:.1f} reads a round."
             )
         )
     for name, value in sorted(found.rocksdb.items()):

@@ -142,12 +142,13 @@ def recall_page(report: RecallReport) -> str:
     text = io.StringIO()
     print_recall(report, Console(file=text, width=COLUMNS, highlight=False, color_system=None))
     names = [f"{each.engine}, {each.batch}" for each in report.found]
-    figures = []
-    for title, value in (
+    figures: list[Any] = []
+    values: tuple[tuple[str, Callable[[Measured], float | None]], ...] = (
         ("Device bytes over user bytes, rows a call (measured)", lambda m: m.device_finished_x or m.device_x),
         ("Device reads of a cold query (measured)", lambda m: m.reads_per_query),
         ("Dependent rounds of a cold query (measured)", lambda m: m.rounds_per_query),
-    ):
+    )
+    for title, value in values:
         figure = Figure()
         figure.add_bar(x=names, y=[value(each) for each in report.found])
         figure.update_yaxes(type="log")
