@@ -124,7 +124,7 @@ def tiered(tree: Tree, user_bytes: float) -> Written:
     tree.check()
     per_user = (tree.row_bytes + tree.record_overhead_bytes) / tree.row_bytes
     log = (tree.row_bytes + tree.log_overhead_bytes) / tree.row_bytes
-    flushed = tree.memtable_bytes * (tree.row_bytes + tree.record_overhead_bytes)
+    flushed: float = tree.memtable_bytes * (tree.row_bytes + tree.record_overhead_bytes)
     flushed /= tree.row_bytes + tree.memory_overhead_bytes
     runs, ratio = user_bytes * per_user / flushed, tree.size_ratio
     costs: list[float] = []
