@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from _bench import environment, parser, summary, write_result
-
 from kvtide.errors import UnsupportedError
 from kvtide.report.recall import RecallReport, recall_json
 from kvtide.stores.bench import BenchOptions, measure
