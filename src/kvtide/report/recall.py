@@ -88,11 +88,13 @@ WRITES: tuple[tuple[str, Cell], ...] = (
     ("acknowledged is", lambda m: m.acknowledged),
 )
 READS: tuple[tuple[str, Cell], ...] = (
-    ("first", lambda m: _ns(m.first_ns)),
     ("cold p50", lambda m: _ns(m.cold_ns_p50)),
     ("p99", lambda m: _ns(m.cold_ns_p99)),
     ("warm p50", lambda m: _ns(m.warm_ns_p50)),
     ("p99", lambda m: _ns(m.warm_ns_p99)),
+    ("first query", lambda m: _ns(m.first_ns)),
+    ("its reads", lambda m: _num(m.first_reads)),
+    ("its rounds", lambda m: _num(m.first_rounds)),
     ("reads/query", lambda m: _num(m.reads_per_query)),
     ("bytes/query", lambda m: _bytes(m.read_bytes_per_query)),
     ("rounds", lambda m: _num(m.rounds_per_query)),

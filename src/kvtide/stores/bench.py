@@ -97,6 +97,8 @@ class Measured:
     warm_ns_p50: float | None = None
     warm_ns_p99: float | None = None
     resident_at_start_bytes: int | None = None  # of the files, before the first query
+    first_reads: int | None = None  # of the first query, when nothing was in memory
+    first_rounds: int | None = None
     reads_per_query: float | None = None
     read_bytes_per_query: float | None = None
     rounds_per_query: float | None = None
@@ -194,11 +196,13 @@ def _search(
     again = np.array(warm["end_ns"], np.int64) - np.array(warm["begin_ns"], np.int64)
     found.warm_ns_p50, found.warm_ns_p99 = np.percentile(again, [50, 99]).tolist()
     if not recorded.why:
+        found.first_reads = found.first_rounds = 0
         found.reads_per_query = found.read_bytes_per_query = found.rounds_per_query = found.warm_reads_per_query = 0.0
     if recorded.frame is not None:
         reads = reads_of(recorded.frame, begin, end)
         found.reads_per_query, found.read_bytes_per_query = float(reads.reads.mean()), float(reads.bytes.mean())
         found.rounds_per_query = float(reads.rounds.mean())
+        found.first_reads, found.first_rounds = int(reads.reads[0]), int(reads.rounds[0])
         later = reads_of(recorded.frame, np.array(warm["begin_ns"], np.int64), np.array(warm["end_ns"], np.int64))
         found.warm_reads_per_query = float(later.reads.mean())
     queries = corpus.queries_of(options.queries, options.dim, seed=options.seed)
