@@ -273,3 +273,32 @@ def test_ending_it_leaves_no_loop_device(tmp_path: Path, number: int) -> None:
     while loops(tmp_path) and time.monotonic() < until:
         time.sleep(0.05)
     assert not loops(tmp_path)
+
+
+FILL = """
+import sqlite3, sys
+base = sqlite3.connect(sys.argv[1] + "/rows.db", isolation_level=None)
+base.execute("pragma journal_mode=wal")
+base.execute("create table rows(id integer primary key, vector blob)")
+for one in range(50):
+    base.execute("insert into rows values (?, zeroblob(1024))", (one,))
+base.close()
+"""
+
+
+@needs_loop
+@pytest.mark.root
+def test_a_command_is_run_and_its_writes_are_explained(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvtide", "recall", "explain", "--store", str(tmp_path / "s"), "--user-bytes"]
+    command += ["51200", "--json", "-o", str(tmp_path / "t.kvtrace"), "--run", "--"]
+    command += [sys.executable, "-c", FILL, str(tmp_path / "s")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if "no block device" in done.stderr or "tracefs" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["store"] == "sqlite"
+    assert {"log", "table"} & {each["name"] for each in told["causes"]}
+    command = [sys.executable, "-m", "kvtide", "recall", "explain", str(tmp_path / "t.kvtrace"), "--store"]
+    again = subprocess.run([*command, str(tmp_path / "s")], capture_output=True, text=True, timeout=120, check=False)
+    assert "sqlite" in again.stdout, again.stderr

@@ -47,9 +47,9 @@ RULES: tuple[tuple[str, str, str], ...] = (
     ("lance", "*_latest.manifest", "manifest"),
     ("lance", "*_deletions/*", "table"),
     ("lance", "*data/*.lance", "flush"),  # a merge's output looks the same
-    ("kvtide", "*.kvlog", "log"),
-    ("kvtide", "*log-*", "log"),
-    ("kvtide", "*segment*", "flush"),
+    ("kvtide", "*.kvl", "log"),
+    ("kvtide", "*memory.json", "manifest"),
+    ("kvtide", "*owner.lock", "notes"),
     ("diskann", "*_disk.index*", "index"),
     ("diskann", "*ann_*", "index"),
     ("usearch", "*.usearch", "index"),
