@@ -99,7 +99,8 @@ def bench(
     options.check()
     console = Console(stderr=True, highlight=False, markup=False, emoji=False)
     report = RecallReport(options)
-    report.absent = [f"{e.name}: not installed; pip install {e.package}" for e in ENGINES.values() if e not in wanted]
+    absent = [each for each in ENGINES.values() if each not in wanted and not is_installed(each)]
+    report.absent = [f"{each.name}: not installed; pip install {each.package}" for each in absent]
     folder.mkdir(parents=True, exist_ok=True)
     _run(report, wanted, _batches(batch), interpreters, folder, console, output)
     _give(report, html=html, output=output, as_json=as_json)
