@@ -20,6 +20,7 @@ from kvtide.cli_check import CHECK_EXAMPLE, check
 from kvtide.cli_import import IMPORT_EXAMPLE, import_log
 from kvtide.cli_plan import PLAN_EXAMPLE, plan
 from kvtide.cli_probe import PROBE_EXAMPLE, probe
+from kvtide.cli_recall import recall
 from kvtide.cli_remote import remote
 from kvtide.cli_replay import REPLAY_EXAMPLE, replay_command
 from kvtide.cli_report import REPORT_EXAMPLE, report
@@ -44,6 +45,7 @@ app.command("top", epilog=TOP_EXAMPLE)(top)
 app.command("trace", epilog=TRACE_EXAMPLE)(trace)
 app.command("why", epilog=WHY_EXAMPLE)(why)
 app.add_typer(bench)
+app.add_typer(recall)
 app.add_typer(remote)
 app.add_typer(store)
 

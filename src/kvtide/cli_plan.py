@@ -22,12 +22,15 @@ from kvtide.planner.closed import plan as make_plan
 from kvtide.planner.examples import article, study
 from kvtide.planner.inputs import Job, Machine
 from kvtide.planner.layouts import Choice, choose
+from kvtide.planner.memory import ENGINES as MEMORY_ENGINES
+from kvtide.planner.memory import MemoryCase, memory_json, plan_memory
 from kvtide.planner.options import PlanOptions, build, layout_case, sweep
 from kvtide.planner.simulate import Simulated, simulate
 from kvtide.planner.whatif import break_even, changes, cost_per_million, endurance
 from kvtide.report.plan import PlanReport, SweepPoint, phase_json, plan_json, print_plan, print_sweep, sweep_json
 from kvtide.report.plan_examples import print_article, print_study
 from kvtide.report.plan_html import plan_page
+from kvtide.report.plan_memory import print_memory
 
 PLAN_EXAMPLE = "Example: kvtide plan llama-3-8b --gpu l40s --batch 16 --context 8000 --any-context --sweep depth=1,8,64"
 EXAMPLES = ("article", "study")
@@ -76,10 +79,18 @@ def plan(
     ] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page to this file.")] = None,
     example: Annotated[str | None, typer.Option(help=f"A worked case: {' or '.join(EXAMPLES)}.")] = None,
+    memory: Annotated[str | None, typer.Option(help="A vector store instead: kvtide, rocksdb, ..., or all.")] = None,
+    rows: Annotated[int, typer.Option(help="With --memory: vectors kept.")] = 1_000_000,
+    rate: Annotated[float, typer.Option(help="With --memory: vectors a second.")] = 10.0,
+    dim: Annotated[int, typer.Option(help="With --memory: dimensions.")] = 768,
+    durable: Annotated[bool, typer.Option("--durable", help="With --memory: each row on disk at once.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict a model's first token, its pace, and the bottleneck by name, from geometry and figures of hardware."""
     catalogue, console = load_catalogue(hardware), Console(highlight=False)
+    if memory is not None:
+        _memory(memory, MemoryCase(rows, rate, dim, durable), console, as_json=as_json)
+        return
     if example is not None:
         _example(example, catalogue, console, as_json=as_json)
         return
@@ -107,6 +118,14 @@ def plan(
         print_sweep(points, console)
     if html is not None:
         console.print(f"Page in {html}", markup=False)
+
+
+def _memory(engine: str, case: MemoryCase, console: Console, *, as_json: bool) -> None:
+    plans = [plan_memory(name, case) for name in (MEMORY_ENGINES if engine == "all" else [engine])]
+    if as_json:
+        print(json.dumps(memory_json(case, plans), indent=1))
+    else:
+        print_memory(case, plans, console)
 
 
 def _report(options: PlanOptions, catalogue: Catalogue, gpu_hour: float | None, *, is_simulated: bool) -> PlanReport:

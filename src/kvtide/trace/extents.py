@@ -39,8 +39,10 @@ def traced_file(path: Path, fd: int) -> tuple[TracedFile, str]:
     return file, "" if file.extents else f"{path} has no extents on {caps.name}"
 
 
-def extents_of(fd: int) -> list[Extent]:
+def extents_of(fd: int, *, is_synced: bool = True) -> list[Extent]:
     """Return the extents of an open file that lie on its device, in order; `physical` counts from the partition.
+
+    `is_synced`: what waits in memory is written first, so that it has a place.
 
     Raises: OSError if the file system does not tell.
     """
@@ -48,7 +50,7 @@ def extents_of(fd: int) -> list[Extent]:
     start, is_last = 0, False
     while not is_last:
         buffer = bytearray(_HEAD.size + _BATCH * _EXTENT.size)
-        _HEAD.pack_into(buffer, 0, start, 2**64 - 1 - start, SYNC, 0, _BATCH, 0)
+        _HEAD.pack_into(buffer, 0, start, 2**64 - 1 - start, SYNC if is_synced else 0, 0, _BATCH, 0)
         fcntl.ioctl(fd, FIEMAP, buffer)
         num = _HEAD.unpack_from(buffer)[3]
         is_last = num == 0
