@@ -39,8 +39,9 @@ def main() -> int:
         print(f"out of date  {name}: its old text is not once in {known[name].file}")
     began, verdicts = time.monotonic(), dict[str, str]()
     with tempfile.TemporaryDirectory(prefix="kvtide-mutants-") as folder, ThreadPoolExecutor(args.jobs) as pool:
-        fresh = [mutant for mutant in chosen if mutant.name not in stale]
-        for mutant, verdict in zip(fresh, pool.map(lambda one: attempt(one, Path(folder)), fresh), strict=True):
+        tree, fresh = Path(folder) / "tree", [mutant for mutant in chosen if mutant.name not in stale]
+        copy_tree(ROOT, tree)  # which may change meanwhile
+        for mutant, verdict in zip(fresh, pool.map(lambda one: attempt(one, tree), fresh), strict=True):
             verdicts[mutant.name] = verdict
             print(f"{verdict:<12} {mutant.name}: {mutant.what}", flush=True)
     num_caught = sum(verdict == "caught" for verdict in verdicts.values())
@@ -48,13 +49,19 @@ def main() -> int:
     return int(num_caught < len(chosen))
 
 
-def attempt(mutant: Mutant, folder: Path) -> str:
-    """Return what the tests say of a copy of the tree with this defect: caught, survived, or that none ran."""
-    home = folder / mutant.name
+def copy_tree(source: Path, target: Path) -> None:
+    """Copy what tests need."""
     for name in ("src", "tests", "fuzz", "benchmarks"):
-        shutil.copytree(ROOT / name, home / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
-    shutil.copy(ROOT / "pyproject.toml", home)
-    (home / mutant.file).write_text(mutant.text().replace(mutant.old, mutant.new))
+        shutil.copytree(source / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    shutil.copy(source / "pyproject.toml", target)
+
+
+def attempt(mutant: Mutant, tree: Path) -> str:
+    """Return what the tests say of a copy of the tree with this defect: caught, survived, or that none ran."""
+    home = tree.with_name(mutant.name)
+    copy_tree(tree, home)
+    file = home / mutant.file
+    file.write_text(file.read_text().replace(mutant.old, mutant.new))
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--basetemp", str(home / "scratch"), *mutant.tests]
     environment = os.environ | {"PYTHONPATH": str(home / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
