@@ -67,6 +67,7 @@ class MilvusLite:
         self._client: Any = MilvusClient(str(options.folder / "milvus.db"))
         if not self._client.has_collection("rows"):
             self._client.create_collection("rows", dimension=options.dim, metric_type="IP")
+        self._client.load_collection("rows")
 
     def insert(self, ids: Ids, vectors: Vectors) -> None:
         self._client.insert(
