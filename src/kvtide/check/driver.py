@@ -50,7 +50,7 @@ class Child:
     """
 
     def __init__(self, target: str, *, environment: Sequence[str] = (), call_s: float = CALL_S) -> None:
-        """Start the process; `environment` has settings as in `PYTHONHASHSEED=1`."""
+        """Start the process; `environment` has words of env(1), as in `A=1`, or `-u`, `A`."""
         ours, theirs = os.pipe(), os.pipe()
         self.call_s, self.seconds = call_s, 0.0
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
