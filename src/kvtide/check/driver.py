@@ -18,7 +18,7 @@ from kvtide.check.child import setup_json
 from kvtide.check.contract import Reported, Setup, Traits
 from kvtide.check.race import Plan, Row
 from kvtide.check.wire import Blobs, Gone, Late, Wire
-from kvtide.errors import KvtideError
+from kvtide.errors import KvtideError, UnsupportedError
 
 START_S, CALL_S = 180.0, 30.0  # importing an engine takes tens of seconds on a slow machine
 
@@ -66,7 +66,13 @@ class Child:
         self._wire = Wire(ours[0], theirs[1])
         self.is_open = self.is_limited = False
         self.is_odd = bool(environment)  # or what else makes it unlike a new one
-        head, _ = self._receive(time.monotonic() + START_S, "start")
+        try:
+            head, _ = self._receive(time.monotonic() + START_S, "start")
+        except Hung:  # nothing of the store has been called yet: that is no fault of it
+            self.close_process()
+            raise UnsupportedError(
+                f"importing {target} took more than {START_S:.0f} s: try it on a less busy machine"
+            ) from None
         if "error" in head:
             self.close_process()
             raise Raised(head["kind"], head["error"])
