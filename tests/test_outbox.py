@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from typing import Any
 
@@ -12,12 +13,14 @@ import pytest
 from kvhelp import Walker, small_cache, small_identity, small_layout
 from kvtide.blocks import KEY
 from kvtide.io.drive import SimDrive
+from kvtide.io.ops import address_of, aligned_buffer
 from kvtide.spec import SlotLayout
-from kvtide.tiers.contract import FAILED, OK, Statuses
+from kvtide.tiers.contract import FAILED, OK, GroupRecords, Statuses
 from kvtide.tiers.gate import Gate
 from kvtide.tiers.outbox import Outbox
 from kvtide.tiers.remote import RemoteOptions, RemoteTier
 from kvtide.tiers.stacked import StackedTier
+from kvtide.tiers.streams import Arrival, Publisher
 from simkv import MODEL, Groups, check_cache, check_slots, group_key, sim_tier
 from test_remote_faults import DictClient
 
@@ -251,3 +254,108 @@ def test_kv_that_only_its_session_can_use_is_not_sent(has_near: bool) -> None:
     cache.release(sequence)
     cache.close()
     assert sum(name.endswith(":m") for name in client.values) == 2
+
+
+def test_who_decodes_sees_that_the_prefill_failed() -> None:
+    layout, client = small_layout(), DictClient()
+    far, one = far_tier(client, layout), np.ones(1, np.int64)
+    records = GroupRecords(as_keys(KEYS[:1]), np.zeros(1, KEY), one, one, np.zeros((1, layout.group_blocks), KEY))
+    Publisher(far, records, 0).finish(is_whole=False)
+    arrival = Arrival(far, records)
+    assert not arrival.has_begun()
+    assert arrival.is_over
+
+
+def test_a_gate_is_not_entered_twice() -> None:
+    gate = Gate()
+    with gate.first(), pytest.raises(AssertionError, match="entered again"), gate.last():
+        pass
+    with gate.last():
+        pass
+
+
+def test_a_thread_that_cannot_start_costs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, client, real, left = small_layout(), DictClient(), threading.Thread.start, [1]
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "kvtide-outbox" and left:
+            left.pop()
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    tier, groups = StackedTier(None, far_tier(client, layout)), Groups(layout)
+    with pytest.raises(RuntimeError, match="can't start"):
+        groups.write(tier, KEYS[:1], [1])
+    assert tier.outbox.held_bytes == 0
+    assert groups.write(tier, KEYS[1:2], [1]) == [OK]
+    tier.close()
+
+
+def test_an_answer_that_fails_stops_nothing() -> None:
+    layout, client = small_layout(), DictClient()
+    tier, groups, page = StackedTier(None, far_tier(client, layout)), Groups(layout), aligned_buffer(1 << 20)
+
+    def broken(_statuses: Statuses) -> None:
+        raise RuntimeError("planted")
+
+    addresses = np.full((1, layout.num_fragments), address_of(page), np.uint64)
+    assert tier.begin(groups.records(KEYS[:1]), addresses, broken, cause="demote") == 1
+    tier.drain()
+    assert groups.write(tier, KEYS[1:2], [1]) == [OK]
+    assert tier.outbox.held_bytes == 0
+    tier.close()
+
+
+def test_what_a_full_near_tier_refuses_is_sent_once_it_is_kept() -> None:
+    layout, client, copied = small_layout(), DictClient(), []
+    tier = StackedTier(sim_tier(SimDrive(MODEL), layout, 3), far_tier(client, layout))
+    copy = tier.outbox._copy
+    tier.outbox._copy = lambda sources, targets: (copied.append(len(sources)), copy(sources, targets))  # type: ignore[method-assign]
+    cache = small_cache(layout, tier, tokens=256, dram_groups=6, windows=1)
+    walker = Walker(cache)
+    for first in range(0, 6000, 1000):
+        tokens = list(range(first, first + 16))
+        sequence = cache.open(tokens)
+        walker.step([sequence], [tokens])
+        cache.drain()
+        cache.release(sequence)
+    cache.drain()
+    assert sum(copied) == 12
+    cache.close()
+    tier.close()
+
+
+def test_a_forked_child_waits_for_nothing() -> None:
+    layout, client = small_layout(), HangingClient()
+    tier = StackedTier(sim_tier(SimDrive(MODEL), layout, 8), far_tier(client, layout))
+    client.hang()
+    Groups(layout).write(tier, KEYS[:3], [1] * 3)
+    assert client.has_begun.wait(5)
+    pid = os.fork()
+    if not pid:
+        tier.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    client.wake()
+    tier.close()
+
+
+def test_a_unit_that_ends_while_it_is_sent_is_waited_for_by_nobody() -> None:
+    layout, client = small_layout(), HangingClient()
+    tier = StackedTier(None, far_tier(client, layout))
+    cache = small_cache(layout, tier, tokens=256, dram_groups=8, windows=1)
+    walker, sequence = Walker(cache), cache.open(list(range(8)))
+    client.hang()
+    walker.step([sequence], [list(range(8))])
+    cache._mover.drain()
+    ledger = cache.ledger
+    sent = np.flatnonzero(ledger.is_sent)
+    assert len(sent)
+    cache.release(sequence)
+    with cache._lock:
+        ledger.dispose(sent)
+    assert not ledger.is_sent.any()
+    client.wake()
+    cache.close()
+    tier.close()

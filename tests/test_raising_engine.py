@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engines import keys
 from kvhelp import Walker, small_cache, small_layout
 from kvtide.blocks import KEY
 from kvtide.cache import TieredCache
 from kvtide.chunks import ChunkOptions, ChunkStore
 from kvtide.io.drive import SimDrive
-from kvtide.io.ops import Batch, Completions, address_of, aligned_buffer
+from kvtide.io.ops import OP, READ, Batch, Completions, address_of, aligned_buffer
+from kvtide.io.threads import ThreadEngine
+from kvtide.tiers.cipher import MasterKey
 from kvtide.tiers.contract import FAILED, OK
 from simkv import MODEL, Groups, check_cache, check_slots, group_key, sim_tier
 
@@ -176,3 +181,44 @@ def check_chunks(store: ChunkStore, method: str, at: int) -> None:
             assert (store.store(keys, addresses) == OK).all()
     assert store.num_chunks == num
     assert (store.load(keys, addresses) == OK).all()
+
+
+def test_chunks_of_an_encrypted_batch_that_was_cut_short_take_no_room(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    size, num, master = 1 << 20, 20, MasterKey(bytes(32))
+    slot_bytes = ChunkOptions(tmp_path, 1, size, "m", master=master).slot_layout().slot_bytes
+    store = ChunkStore(ChunkOptions(tmp_path, 4096 + num * slot_bytes, size, "m", engine="threads", master=master))
+    memory = aligned_buffer(num * size)
+    addresses = address_of(memory) + np.arange(num, dtype=np.uint64) * np.uint64(size)
+    engine = RaisingEngine(store._tier._io.engine)
+    store._tier._io.engine = engine
+    engine.arm("submit", 2)
+    assert (store.store(keys(2 * num)[:num], addresses) == FAILED).all()
+    assert engine.has_raised
+    assert store.num_chunks == 0
+    assert (store.store(keys(2 * num)[num:], addresses) == OK).all()
+    store.close()
+
+
+def test_threads_that_cannot_start_are_told_or_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, left = threading.Thread.start, [2]
+
+    def start(thread: threading.Thread) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    page, batch = aligned_buffer(4096), np.zeros(6, OP)
+    with tempfile.TemporaryFile() as file, ThreadEngine(depth_max=4) as engine:
+        file.write(b"x" * 4096)
+        file.flush()
+        batch["fd"], batch["kind"], batch["address"], batch["length"] = file.fileno(), READ, address_of(page), 512
+        monkeypatch.setattr(threading.Thread, "start", start)
+        left[0] = 0
+        with pytest.raises(RuntimeError, match="can't start"):
+            engine.submit(batch)
+        assert not len(engine.reap(6))
+        left[0] = 1
+        engine.submit(batch)
+        assert sum(len(engine.reap(1)) for _ in range(6)) == 6

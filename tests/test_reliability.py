@@ -324,3 +324,30 @@ def test_a_soak_runs_and_says_what_it_did(tmp_path: Path, words: tuple[str, str]
     assert found["failures"] == found["leaks"]["found"] == []
     assert "--kills" not in words or found["kills"] >= 6
     assert found["environment"]["commit"]
+
+
+def test_a_child_that_closes_what_it_inherited_keeps_the_lock_of_its_own(tmp_path: Path) -> None:
+    layout, (mine, its) = small_layout(), (tmp_path / "mine", tmp_path / "its")
+    space = open_small(mine, layout, 4)
+
+    def work() -> None:
+        own = open_small(its, layout, 4)
+        space.close()
+        with pytest.raises(IoError, match="owned by process"):
+            open_small(its, layout, 4)
+        own.close()
+
+    assert in_a_child(work) == [""]
+    space.close()
+
+
+def test_a_lock_is_taken_where_nobody_can_write_who_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_fd: int, _body: bytes, _offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    fd = lock(tmp_path)
+    with pytest.raises(IoError, match="owned by process"):
+        lock(tmp_path)
+    unlock(fd)
+    unlock(lock(tmp_path))

@@ -79,6 +79,7 @@ class Ledger:
         self.free_frames(self.frames[units].ravel())
         self.recency.forget(units)
         self.uid[units] = -1
+        self.is_sent[units] = False  # what is on its way is nobody's by now
         self.pool.recycle(units)
         return _as_keys(self._unlink(units))
 

@@ -26,9 +26,11 @@ from kvtide.chunks.pins import Pins
 from kvtide.chunks.records import ChunkCounts, last_of, records_of
 from kvtide.chunks.transfer import LOAD, STORE, Move, Transfer, tell
 from kvtide.chunks.work import Work
+from kvtide.errors import IoError
 from kvtide.evict import Lru
 from kvtide.io.process import Opener
 from kvtide.tiers.contract import FAILED, FULL, OK, READ_REQUEST, Statuses, TierStats
+from kvtide.tiers.file import Reading
 from kvtide.tiers.namespace import open_namespace
 from kvtide.trace.record import Recorder
 
@@ -216,7 +218,7 @@ class ChunkStore:
         if move.kind != LOAD or self._is_lost or self._bounce.needed(move.addresses):
             return False
         try:
-            self._read(move, move.addresses)
+            move.reading = self._read(move, move.addresses)
         except Exception as error:  # tried again, and given up, when nothing else is under way
             _log.debug("kvtide: %d chunks cannot be read yet: %s", len(move.keys), error)
         return move.reading is not None
@@ -236,21 +238,23 @@ class ChunkStore:
                 tell("a finished transfer", transfer.finish)
                 self._work.note_done()
 
-    def _read(self, move: Move, at: Addresses) -> None:
+    def _read(self, move: Move, at: Addresses) -> Reading:
         """Begin to read the fragments of chunks. Shapes: at [n, F]."""
         requests = np.zeros(at.size, READ_REQUEST)
         requests["row"] = np.repeat(np.arange(at.shape[0]), at.shape[1])
         requests["fragment"] = np.tile(np.arange(at.shape[1]), at.shape[0])
         requests["address"] = at.ravel()
         move.slots = self._tier.slots_of(move.keys)
-        move.reading = self._tier.begin_read(move.keys, requests, cause="restore")
+        return self._tier.begin_read(move.keys, requests, cause="restore")
 
     def _load(self, move: Move) -> Statuses:
         keys, is_bounced = move.keys, self._bounce.needed(move.addresses)
-        if move.reading is None:
-            self._read(move, self._bounce.lend(len(keys)) if is_bounced else move.addresses)
-        assert move.reading is not None
-        statuses = self._tier.finish_read(move.reading).reshape(len(keys), -1).max(axis=1)
+        at = self._bounce.lend(len(keys)) if is_bounced else move.addresses
+        try:
+            found = self._tier.finish_read(move.reading or self._read(move, at))
+        except IoError:  # given up with another one, which could not be begun: once more, alone
+            found = self._tier.finish_read(self._read(move, at))
+        statuses = found.reshape(len(keys), -1).max(axis=1)
         good = statuses == OK
         self._tier.drop(keys[statuses == FAILED], reason="unreadable")  # or the engine would ask for them for ever
         lost = ~good & (move.slots >= 0)

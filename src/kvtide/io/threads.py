@@ -6,7 +6,6 @@ system calls get views over the caller's raw addresses.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
@@ -64,12 +63,17 @@ class ThreadEngine:
         self._check_open()
         rows = np.ascontiguousarray(batch, OP).tobytes()
         with self._changed:
+            wanted_num = min(self.depth_max, self._outstanding_num + len(batch))
+        try:
+            while len(self._threads) < wanted_num:
+                thread = threading.Thread(target=self._run, name="kvtide-io", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError:  # the system has no more: those there are do all the work
+            if not self._threads:
+                raise
+        with self._changed:
             self._outstanding_num += len(batch)
-            missing_num = min(self.depth_max, self._outstanding_num) - len(self._threads)
-        for _ in range(missing_num):
-            thread = threading.Thread(target=self._run, name="kvtide-io", daemon=True)
-            self._threads.append(thread)
-            thread.start()
         for first in range(0, len(rows), OP.itemsize):
             self._work.put(rows[first : first + OP.itemsize])
 
@@ -98,8 +102,7 @@ class ThreadEngine:
         for _ in self._threads:  # the queue is first in, first out: every operation is done before a thread ends
             self._work.put(b"")
         for thread in self._threads:
-            with contextlib.suppress(RuntimeError):  # an interrupt came before it was started
-                thread.join()
+            thread.join()
         self._threads.clear()
 
     def __enter__(self) -> Self:

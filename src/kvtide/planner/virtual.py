@@ -23,7 +23,8 @@ from kvtide.cache.mover import DEMAND, Mover
 from kvtide.errors import ConfigError
 from kvtide.io.drive import DeviceModel, DeviceQueue
 from kvtide.io.hollow import HollowEngine
-from kvtide.io.ops import PAGE_BYTES
+from kvtide.io.ops import PAGE_BYTES, Engine
+from kvtide.io.process import Opener
 from kvtide.io.sim import VirtualClock
 from kvtide.planner.driver import Compute, Driver
 from kvtide.spec import SlotLayout
@@ -101,7 +102,7 @@ class VirtualMover(Mover):
         self.job_ns = job_ns
         self._jobs: list[tuple[int, int, int, Callable[[], object], _Timed]] = []
         self._numbers = itertools.count()
-        self._is_closed = False
+        self._is_closed, self._opener = False, Opener()
 
     def submit(self, job: Callable[[], object], priority: int) -> Future[object]:
         """Queue `job` now; what began before now has begun before it."""
@@ -191,11 +192,13 @@ class VirtualFileTier(FileTier):
         *, depth_max: int, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         engine = HollowEngine(DeviceQueue(device), mover.own, depth_max=depth_max, host_ns=round(costs.op_ns))
+        self.mover, self._costs = mover, costs
         super().__init__(engine, HOLLOW_FD, layout, NO_DIGEST, num_slots, recorder=recorder)
-        io = _CostedIo(engine, HOLLOW_FD, layout, self._stats, recorder)
-        io.mover, io.costs = mover, costs
-        self._io = io
-        self.mover = mover
+
+    def _make_io(self, engine: Engine, recorder: Recorder | None) -> SlotIo:
+        io = _CostedIo(engine, HOLLOW_FD, self.layout, self._stats, recorder)
+        io.mover, io.costs = self.mover, self._costs
+        return io
 
 
 class _CostedIo(SlotIo):

@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from kvtide.blocks import KEY
 from kvtide.errors import ConfigError, UnsupportedError
+from kvtide.io.process import Opener
 from kvtide.spec.layout import PROOF_BYTES
 from kvtide.tiers.contract import GroupRecords
 from kvtide.tiers.guard import read_secret
@@ -92,7 +93,7 @@ class Cipher:
         self._master, self._identity = master, identity_digest
         self._opened = os.urandom(PROOF_BYTES)
         self._ciphers, self._invalid = _library()
-        self._has_warned = False
+        self._has_warned, self._opener = False, Opener()
 
     def encrypt(
         self,
@@ -110,7 +111,9 @@ class Cipher:
 
         Shapes: records, sequences, places [n]; parts [P], their numbers; sources, targets, lengths [n, P];
         returns [n, 16 * (1 + P)].
+        Raises: IoError in a forked child, whose numbers would be those of its parent.
         """
+        self._opener.check("what encrypts KV")
         proofs = np.zeros((len(records), PROOF_BYTES * (1 + len(parts))), np.uint8)
         proofs[:, :PROOF_BYTES] = np.frombuffer(self._opened, np.uint8)
         about = self._about(records, sequences, places)

@@ -28,7 +28,7 @@ import xxhash
 from kvtide.blocks import KEY, KeyArray
 from kvtide.spec import SlotLayout
 from kvtide.spec.layout import PROOF_BYTES
-from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK, GroupRecords, Statuses
+from kvtide.tiers.contract import CORRUPT, MISSING, OK, GroupRecords, Statuses
 
 MAGIC = b"KVTREM\0\0"
 FORMAT_VERSION = 1
@@ -202,9 +202,3 @@ def checksums_at(addresses: Iterable[int], lengths: Iterable[int], num: int) -> 
         (ctypes.c_uint8 * length).from_address(address) for address, length in zip(addresses, lengths, strict=True)
     )
     return np.fromiter(map(xxhash.xxh3_64_intdigest, views), np.uint64, num)
-
-
-def worst(statuses: npt.NDArray[np.uint8]) -> Statuses:
-    """Return of each row: FAILED if anything failed, else FULL if something found no room, else OK."""
-    failed, full = (statuses == FAILED).any(axis=1), (statuses == FULL).any(axis=1)
-    return np.where(failed, FAILED, np.where(full, FULL, OK)).astype(np.uint8)

@@ -85,8 +85,11 @@ class FileTier:
         self._free = np.ones(num_slots, np.bool_)
         self._sequence = 0
         self._stats = TierStats(capacity_bytes=num_slots * layout.slot_bytes)
-        self._io = SlotIo(engine, fd, layout, self._stats, recorder)
+        self._io = self._make_io(engine, recorder)
         self._writer = SlotWriter(self._io, self._codec, self.table, cipher, is_packed=is_packed)
+
+    def _make_io(self, engine: Engine, recorder: Recorder | None) -> SlotIo:
+        return SlotIo(engine, self.fd, self.layout, self._stats, recorder)
 
     # Opening
 
@@ -209,7 +212,11 @@ class FileTier:
         step = num if self._cipher is None else max(1, PORTION_BYTES // self.layout.slot_bytes)  # bounds what is copied
         for first in range(0, num, step):
             rows = slice(first, min(num, first + step))
-            statuses[rows] = self._write(slots[rows], records.take(rows), addresses[rows], cause)
+            try:
+                statuses[rows] = self._write(slots[rows], records.take(rows), addresses[rows], cause)
+            except BaseException:  # nobody is told which ones are whole, so none may stay
+                self._drop_slots(slots[:first], "failed")
+                raise
         self.flush_departures()
         return statuses
 

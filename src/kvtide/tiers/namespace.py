@@ -110,7 +110,8 @@ class OpenNamespace:
                 write_checkpoint(self.path, self.tier)
         finally:
             os.close(self.fd)
-            unlock(self.lock_fd)
+            if self.opener.is_here:  # a child gave its share up, and may have a lock of its own by that number
+                unlock(self.lock_fd)
             self.fd = self.lock_fd = -1
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.io.ops import address_of, aligned_buffer
+from kvtide.io.process import Opener
 from kvtide.tiers.contract import FAILED, OK, Cause, GroupRecords, Statuses
 from kvtide.tiers.remote import RemoteTier
 
@@ -55,6 +56,7 @@ class Outbox:
         self._lengths = np.array(lengths, np.int64)
         self._num_places = max(1, bytes_max // self.group_bytes)
         self._memory: npt.NDArray[np.uint8] | None = None
+        self._opener = Opener()
         self._free = list(range(self._num_places - 1, -1, -1))
         self._parcels: deque[_Parcel] = deque()
         self._changed = threading.Condition()
@@ -80,24 +82,30 @@ class Outbox:
 
         With `is_patient` wait for room for at least one. `on_done` gets the statuses of those taken, if there are any.
         Shapes: addresses [n, F].
+        Raises: IoError in a forked child.
         """
+        self._opener.check(self._far.name)
         with self._changed:
             if is_patient:
                 self._changed.wait_for(lambda: self._free or self._is_closed)
             num = 0 if self._is_closed else min(len(records), len(self._free))
             places = np.array([self._free.pop() for _ in range(num)], np.int64)
+            if num and self._memory is None:
+                self._memory = aligned_buffer(self._num_places * self.group_bytes)
         if not num:
             return 0
+        parcel = _Parcel(places, records.take(slice(num)), cause, on_done)
         try:
             self._copy(addresses[:num], self._addresses(places))
+            with self._changed:
+                if self._thread is None:
+                    thread = threading.Thread(target=self._run, name="kvtide-outbox", daemon=True)
+                    thread.start()  # and waits for what is held here
+                    self._thread = thread
+                self._parcels.append(parcel)
         except BaseException:
             self._give_back(places)
             raise
-        with self._changed:
-            self._parcels.append(_Parcel(places, records.take(slice(num)), cause, on_done))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvtide-outbox", daemon=True)
-                self._thread.start()
         return num
 
     def note_refused(self, num: int) -> None:
@@ -131,11 +139,15 @@ class Outbox:
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Return when nothing is on its way any more, or time is up; say whether nothing is."""
+        if not self._opener.is_here:
+            return True
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, timeout_s)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Send what is queued, for `timeout_s` at most, and give the rest up. Idempotent."""
+        """Send what is queued, for `timeout_s` at most, and give the rest up; nothing in a forked child. Idempotent."""
+        if not self._opener.is_here:
+            return
         until = time.monotonic() + timeout_s
         with self._changed:
             self._is_closed = True
@@ -170,8 +182,9 @@ class Outbox:
             try:
                 if parcel.on_done is not None:
                     parcel.on_done(statuses)
-            finally:
-                self._give_back(parcel.places)
+            except Exception:
+                LOG.exception("%s: the answer to KV that was sent failed", self._far.name)
+            self._give_back(parcel.places)
 
     def _deliver(self, parcel: _Parcel) -> Statuses:
         """Write what the far tier lacks: another machine may have written it; that a name exists is not enough."""
@@ -191,8 +204,7 @@ class Outbox:
 
     def _addresses(self, places: npt.NDArray[np.int64]) -> Addresses:
         """Return where the fragments of the groups at `places` lie. Shapes: [n]; returns [n, F]."""
-        if self._memory is None:
-            self._memory = aligned_buffer(self._num_places * self.group_bytes)
+        assert self._memory is not None, "places without memory"
         bases = address_of(self._memory) + places * self.group_bytes
         found: Addresses = bases.astype(np.uint64)[:, None] + self._starts[:-1]
         return found

@@ -57,8 +57,9 @@ def lock(path: Path, *, option: str = "--dir") -> int:
     if not _is_at(fd, path / "owner.lock"):
         os.close(fd)
         raise IoError(errno.EBUSY, f"{path} is being removed by another process; try again")
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    with contextlib.suppress(OSError):  # of a full disk: who owns it is then not told, and no harm
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     _held[fd] = _file_of(fd)
     return fd
 

@@ -125,11 +125,12 @@ class Pieces:
         pieces: npt.NDArray[np.integer],
         *,
         at: npt.NDArray[np.uint64] | None = None,
+        owner: object = None,
     ) -> Sent:
         """Store some pieces of every group; those of a group that did not arrive are no harm without a manifest.
 
         Shapes: keys [n]; addresses [n, F] of all fragments; pieces [p], the same of each group; at [n * p], where
-        the pieces lie that are not in their fragments.
+        the pieces lie that are not in their fragments, in memory of `owner`.
         """
         assert self._encrypted is None or at is not None, "pieces that were to be encrypted first"
         envelope, num = self._envelope, len(keys)
@@ -141,7 +142,7 @@ class Pieces:
         places, stored, held = self._packer.pack(at, lengths)
         codecs = np.where(stored < lengths, ZSTD, PLAIN)
         headers = envelope.headers(keys[rows], fragments, offsets, lengths, stored, checksums, codecs)
-        got = client.put(envelope.piece_names(keys, rows, each), Values(headers, places, stored, held))
+        got = client.put(envelope.piece_names(keys, rows, each), Values(headers, places, stored, (held, owner)))
         self.count_written(got, stored)
         codec = int(codecs.max(initial=PLAIN))
         return Sent(got.reshape(shape), checksums.reshape(shape), stored.reshape(shape), codec)

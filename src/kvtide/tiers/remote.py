@@ -299,7 +299,9 @@ class RemoteTier:
         at, encrypted = None, None
         if self._encrypted is not None:
             at, encrypted = self._encrypted.encrypt(records, self.pieces.places(addresses))
-        sent = self.pieces.put(client, records.keys, addresses, np.arange(self.envelope.num_pieces), at=at)
+        sent = self.pieces.put(
+            client, records.keys, addresses, np.arange(self.envelope.num_pieces), at=at, owner=encrypted
+        )
         statuses = worst(sent.statuses)
         whole = np.flatnonzero(statuses == OK)
         if len(whole):
@@ -318,7 +320,7 @@ class RemoteTier:
         lengths, zeros = np.full(num, size, np.int64), np.zeros(num, np.int64)
         checksums = checksums_at(addresses.tolist(), lengths.tolist(), num)
         headers = self.envelope.headers(keys, zeros + MANIFEST, zeros, lengths, lengths, checksums, zeros + PLAIN)
-        statuses = client.put(self.envelope.manifest_names(keys), Values(headers, addresses, lengths))
+        statuses = client.put(self.envelope.manifest_names(keys), Values(headers, addresses, lengths, manifests))
         self.pieces.count_written(statuses, lengths)
         for index in np.flatnonzero(statuses == OK).tolist():
             self._remember(keys[index].tobytes(), manifests[index])

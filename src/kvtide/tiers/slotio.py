@@ -82,8 +82,9 @@ class SlotIo:
         merged = merge(batch, bytes_max=OP_BYTES_MAX, gap_bytes_max=gap_bytes_max)
         self._num_batches = (self._num_batches + 1) % (1 << 31)
         merged.batch["tag"] += np.uint64(self._num_batches << 32)
-        self._under_way.add(self._num_batches)
-        self.engine.submit(merged.batch)
+        if len(merged.batch):
+            self._under_way.add(self._num_batches)
+            self.engine.submit(merged.batch)
         return merged
 
     def all_done(

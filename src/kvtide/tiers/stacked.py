@@ -111,10 +111,9 @@ class StackedTier:
             far[shared] = self.outbox.write(records.take(shared), addresses[shared], cause=cause)
             return np.where(far == FULL, FAILED, far).astype(np.uint8)
         near = self.near.write(records, addresses, cause=cause)
-        failed = shared[near[shared] == FAILED]
+        failed, stored = shared[near[shared] == FAILED], shared[near[shared] == OK]
         near[failed] = self.outbox.write(records.take(failed), addresses[failed], cause=cause)
         near[failed[near[failed] != OK]] = FAILED
-        stored = np.setdiff1d(shared, failed)
         self._send(records.take(stored), addresses[stored], cause)
         return near
 

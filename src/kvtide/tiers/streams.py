@@ -68,7 +68,7 @@ class Notes:
         checksum = checksums_at(address.tolist(), [size], 1)
         args = (one * NOTE, one * layer, one * size, one * size, checksum, one * PLAIN)
         headers = self._envelope.headers(self.keys[-1:], *args)
-        return client.put([name], Values(headers, address, one * size))
+        return client.put([name], Values(headers, address, one * size, rows))
 
     def get(self, client: RemoteClient, layer: int) -> npt.NDArray[np.void] | None:
         """Return a layer's note, None while there is none that can be believed."""
@@ -211,11 +211,13 @@ class Arrival:
 
     def _look(self, layer: int) -> bool:
         if layer not in self._seen:
-            rows = None
+            rows, has_failed = None, False
             with self._far.reached() as client:
-                rows = self.notes.get(client, layer) if client is not None else None
-                if rows is None and client is not None and client.exists(self.notes.names()[-1:])[0]:
-                    self._give_up("the prefill failed")
+                if client is not None:
+                    rows = self.notes.get(client, layer)
+                    has_failed = rows is None and bool(client.exists(self.notes.names()[-1:])[0])
+            if has_failed:
+                self._give_up("the prefill failed")
             if rows is None or not self._is_plausible(layer, rows):
                 return False
             pieces = self.notes.pieces(layer)

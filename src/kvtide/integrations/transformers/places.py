@@ -5,6 +5,7 @@ Decides which tiers there are; knows no prompt and no step.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,12 +65,10 @@ class Below:
 
     def close(self) -> None:
         """Give files and connections back. Idempotent."""
-        if isinstance(self.tier, StackedTier):
-            self.tier.close()
-        if self.remote is not None:
-            self.remote.close()
-        if self.namespace is not None:
-            self.namespace.close()
+        with ExitStack() as all_of_it:  # the last one first, whatever interrupts
+            for one in (self.namespace, self.remote, self.tier if isinstance(self.tier, StackedTier) else None):
+                if one is not None:
+                    all_of_it.callback(one.close)
 
 
 def device_memory(num_bytes: int, device: torch.device) -> tuple[DeviceArena, torch.Tensor]:
