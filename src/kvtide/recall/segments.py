@@ -31,7 +31,7 @@ CHUNK_ROWS = 4096
 HELD_BYTES_MAX = 64 << 20  # of a segment's vectors: it is then searched in memory
 INDEX = "IVF_HNSW_SQ"  # of 50,000 x 256 in tight groups: recall@10 of 1.0 with twice as many candidates, 0.974 without
 NUM_PROBES, REFINE_FACTOR = 16, 2
-EXACT_ROWS_MAX = 4096  # of so few rows all are compared
+EXACT_ROWS_MAX = 1024  # of so few rows all are compared
 MISSING = "segments need pylance; type: pip install 'kvtide[recall]'"
 
 
