@@ -134,7 +134,7 @@ def test_damaged_segments_are_named(tmp_path: Path) -> None:
         for first in range(0, 1500, 500):
             memory.add(np.arange(first, first + 500), rows[first : first + 500], [b"x"] * 500)
         memory.merger.wait()
-    data = next(tmp_path.glob("segment-*/rows.lance/data/*.lance"))
+    data = min(tmp_path.glob("segment-*/rows.lance/data/*.lance"))
     whole = data.read_bytes()
     assert whole.count(rows[3].tobytes()) == 1
     data.write_bytes(whole.replace(rows[3].tobytes(), rows[4].tobytes()))
@@ -144,7 +144,7 @@ def test_damaged_segments_are_named(tmp_path: Path) -> None:
     with pytest.raises(KvtideError, match="segment-"):
         opened(tmp_path)
     data.write_bytes(whole)
-    next(tmp_path.glob("segment-*/deleted.ids")).write_bytes(b"\x01" * 8)
+    min(tmp_path.glob("segment-*/deleted.ids")).write_bytes(b"\x01" * 8)
     with pytest.raises(FormatError, match="1, or another check"):
         opened(tmp_path)
 
