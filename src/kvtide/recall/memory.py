@@ -1,7 +1,7 @@
 """`Memory`: vectors with ids and payloads on one machine's disk, durable when `add` returns. Next: kvtide.cli_memory.
 
 Puts the pieces together: a directory and its owner (place), commits that write logs (commits, log), the rows of each
-log (parts, shelf). `docs/recall.md` says what is promised.
+log (parts, shelf), what becomes of old logs (merge, segments). `docs/recall.md` says what is promised.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from kvtide.recall.contract import (
     keeper,
 )
 from kvtide.recall.log import MemoryIo
+from kvtide.recall.merge import Merger
 from kvtide.recall.place import Place
 from kvtide.recall.records import DELETE, GROUP, PUT, ROW, Ids, Vectors, row_check
 from kvtide.recall.scores import Hits, join
@@ -59,13 +60,15 @@ class Memory:
                 self._engines.append(open_engine(options.engine, depth_max=DEPTH))
             self.write_io, self.read_io = (MemoryIo(engine, recorder) for engine in self._engines)
             self._shelf = Shelf(self._place, self.write_io, self.read_io, options)
-            self._shelf.load()
+            self.merger = Merger(self._shelf, self._place, options)
+            self._shelf.load(after=self.merger.load())
         except BaseException:
             self._release()
             raise
         self._commits = Commits(
             self._commit, self._written_bytes, delay_ms=options.commit_ms, pending_bytes_max=options.pending_bytes_max
         )
+        self.merger.wake()
 
     @classmethod
     def open(
@@ -95,7 +98,7 @@ class Memory:
     def __len__(self) -> int:
         shelf = self._open_shelf()
         with shelf.lock:
-            return sum(volume.part.num_live for volume in shelf.volumes)
+            return sum(one.part.num_live for one in shelf.all())
 
     @property
     def num_bad(self) -> int:
@@ -171,7 +174,9 @@ class Memory:
         """Make a group durable and let searches find it."""
         rows = np.concatenate([ticket.rows for ticket in group])
         vectors = np.concatenate([ticket.vectors for ticket in group])
-        self._open_shelf().commit(rows, vectors, [payload for ticket in group for payload in ticket.payloads])
+        payloads = [payload for ticket in group for payload in ticket.payloads]
+        if self._open_shelf().commit(rows, vectors, payloads):
+            self.merger.wake()
 
     # Reading
 
@@ -213,6 +218,7 @@ class Memory:
             return
         self._is_closed = True
         self._commits.close()
+        self.merger.close()
         self._release()
 
     def _release(self) -> None:

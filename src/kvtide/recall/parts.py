@@ -118,6 +118,18 @@ class LogPart:
             return vectors[rows]
         return self._view()[self.placed["vector_at"][rows] // ALIGN_BYTES]
 
+    def payloads(self, rows: Ids) -> tuple[npt.NDArray[np.uint8], Ids]:
+        """Return the payloads of some rows of a sealed log, one after another, and where each ends; unchecked."""
+        assert self._mapped is not None, "sealed"
+        starts, lengths = self.placed["payload_at"][rows], self.placed["payload_bytes"][rows]
+        ends = np.cumsum(lengths)
+        total = int(ends[-1]) if len(ends) else 0
+        return self._mapped[np.repeat(starts - ends + lengths, lengths) + np.arange(total)], ends
+
+    @property
+    def is_sealed(self) -> bool:
+        return self._vectors is None
+
     def _view(self) -> Vectors:
         """Return the mapped log as overlapping vectors, one beginning at every 8th byte: taking some gathers them."""
         assert self._mapped is not None, "sealed"

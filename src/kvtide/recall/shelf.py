@@ -22,6 +22,7 @@ from kvtide.recall.parts import LogPart
 from kvtide.recall.payloads import read_payloads
 from kvtide.recall.place import Place
 from kvtide.recall.records import Ids, Vectors, group_bytes
+from kvtide.recall.segments import Segment
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +31,15 @@ class Volume:
 
     log: Log
     part: LogPart
+
+    def payloads(self, io: MemoryIo, rows: Ids, salt: bytes) -> list[bytes]:
+        """Return the payloads of some rows, each checked."""
+        return read_payloads(io, self.log, self.part, rows, salt)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        with contextlib.suppress(OSError):
+            os.close(self.log.fd)
 
 
 class Shelf:
@@ -44,6 +54,7 @@ class Shelf:
         self._described = place.description
         self.lock = threading.Lock()
         self._read_lock = threading.Lock()
+        self.segments: list[Segment] = []  # oldest first, older than every log
         self.volumes: list[Volume] = []  # oldest first; the last one is appended to
         self.num_bad = 0  # groups that could not be read
 
@@ -66,8 +77,7 @@ class Shelf:
         volume = self._open(number)
         scanned = volume.log.load()
         self.num_bad += scanned.num_bad
-        for older in self.volumes[:-1]:
-            older.part.kill(scanned.placed["id"])
+        self._kill(scanned.placed["id"])
         volume.part.add(scanned.placed, scanned.vectors)
 
     def _open(self, number: int) -> Volume:
@@ -115,28 +125,34 @@ class Shelf:
             self._roll()
         placed = self.volumes[-1].log.append(rows, vectors, payloads)
         with self.lock:
-            for older in self.volumes[:-1]:
-                older.part.kill(rows["id"])
+            self._kill(rows["id"])
             self.volumes[-1].part.add(placed, vectors)
         return is_full
+
+    def _kill(self, ids: Ids) -> None:
+        """Let rows older than the newest log be no longer live."""
+        for older in self.all()[:-1]:
+            older.part.kill(ids)
+
+    def all(self) -> list[Segment | Volume]:
+        """Return segments and logs, oldest first."""
+        return [*self.segments, *self.volumes]
 
     def _roll(self) -> None:
         """Begin the next log, then seal the one before: its rows are found all the while."""
         full = self.volumes[-1]
-        with self.lock:
-            volumes = list(self.volumes)
         self._begin(full.log.number + 1)
         with self.lock:
             self._seal(full)
-        assert self.volumes[:-1] == volumes, "one thread commits"
+        assert self.volumes[-2] is full, "one thread commits, and what is merged was sealed"
 
     # Reading
 
     @contextmanager
-    def reading(self) -> Iterator[list[Volume]]:
-        """Give the logs as they are now; none of them goes away meanwhile."""
+    def reading(self) -> Iterator[list[Segment | Volume]]:
+        """Give segments and logs as they are now; none of them goes away meanwhile."""
         with self.lock:
-            volumes = list(self.volumes)
+            volumes = self.all()
             for volume in volumes:
                 volume.part.num_readers += 1
         try:
@@ -147,7 +163,7 @@ class Shelf:
                     volume.part.num_readers -= 1
 
     def payloads(self, ids: Ids) -> dict[int, bytes]:
-        """Return the payloads of those of `ids` that are in a log, by their place in `ids`.
+        """Return the payloads of those of `ids` that are there, by their place in `ids`.
 
         Raises: Corrupt; IoError.
         """
@@ -158,13 +174,12 @@ class Shelf:
             with self._read_lock:
                 for volume, row in zip(volumes, rows, strict=True):
                     at = np.flatnonzero(row >= 0)
-                    texts = read_payloads(self._read_io, volume.log, volume.part, row[at], self._described.salt)
+                    texts = volume.payloads(self._read_io, row[at], self._described.salt)
                     found.update(zip(at.tolist(), texts, strict=True))
         return found
 
     def close(self) -> None:
         """Close every file. Idempotent."""
-        for volume in self.volumes:
-            with contextlib.suppress(OSError):
-                os.close(volume.log.fd)
-        self.volumes = []
+        for one in self.all():
+            one.close()
+        self.segments, self.volumes = [], []
