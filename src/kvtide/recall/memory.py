@@ -31,7 +31,7 @@ from kvtide.recall.contract import (
     checked_vectors,
     keeper,
 )
-from kvtide.recall.log import MemoryIo
+from kvtide.recall.ops import MemoryIo
 from kvtide.recall.place import Place
 from kvtide.recall.records import DELETE, GROUP, PUT, ROW, Ids, Vectors, row_check
 from kvtide.recall.scores import Hits, join
@@ -213,6 +213,7 @@ class Memory:
             return
         self._is_closed = True
         self._commits.close()
+        self._open_shelf().settle()
         self._release()
 
     def _release(self) -> None:

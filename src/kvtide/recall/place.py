@@ -3,6 +3,7 @@
     memory.json          what it is: format, dimensions, metric, the secret that seeds its checksums, a checksum
     owner.lock           held by the one process that has it open; says which
     log-00000001.kvl     logs, in order
+    ring.kvl             groups that are not in the newest log yet
 
 Nothing in it is trusted: names that are not ours are left alone, links are refused, a description that does not agree
 with its checksum is no description.
@@ -103,7 +104,17 @@ class Place:
 
         Raises: IoError; FormatError if it is no plain file or too large.
         """
-        path = self.log_path(number)
+        return self._open(self.log_path(number))
+
+    @property
+    def ring_path(self) -> Path:
+        return self.path / "ring.kvl"
+
+    def open_ring(self) -> tuple[int, int]:
+        """Return a descriptor of the ring, made where there is none, and its size in bytes; raises as `open_log`."""
+        return self._open(self.ring_path)
+
+    def _open(self, path: Path) -> tuple[int, int]:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         with named(path):
             try:
