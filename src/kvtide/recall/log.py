@@ -157,10 +157,11 @@ class Log:
             self._tail.wrote(at, raw)
         else:
             at = self.end if self.held else -(-self.end // self._tail.page_bytes) * self._tail.page_bytes
-            if self._is_enough(at, len(raw)):
+            packed = self._ring.packed(raw)
+            if self._is_enough(at + len(raw), self._ring.room(len(packed))):
                 self._write(at, raw)
             else:
-                self._ring.write(raw)
+                self._ring.write(packed)
                 self.held.append((at, raw))
                 self._held_bytes += len(raw)
         self.sequence += 1
@@ -176,7 +177,7 @@ class Log:
 
     def pages_for(self, num_bytes: int) -> int:
         """Return the bytes that a group of `num_bytes` writes first."""
-        if not self._is_written(num_bytes) and (size := self._ring.room(num_bytes)):
+        if not self._is_written(num_bytes) and (size := self._ring.guess(num_bytes)):
             return size
         at, end = self._tail.pages_for(num_bytes)
         return end - at // self._tail.page_bytes * self._tail.page_bytes
@@ -185,10 +186,9 @@ class Log:
         """Say whether a group can be written in its place without a journal write."""
         return not self.held and self._tail.pages_for(num_bytes)[1] <= self.size_bytes
 
-    def _is_enough(self, at: int, num_bytes: int) -> bool:
-        """Say whether a group at `at` goes to the log, with all that is held: if the ring would save no bytes."""
-        size = self._ring.room(num_bytes)
-        spare = -(at + num_bytes) % self._tail.page_bytes
+    def _is_enough(self, end: int, size: int) -> bool:
+        """Say whether a group that ends at `end`, of `size` in the ring, goes to the log with all that is held."""
+        spare = -end % self._tail.page_bytes
         return not size or size > JOURNAL_BYTES or (self._ring.filled > 0.75 and spare < SPARE_BYTES)
 
     def _write(self, at: int, raw: bytes) -> None:

@@ -162,6 +162,12 @@ def groups_of(view: memoryview, *, log: int, dim: int, salt: bytes) -> dict[int,
     return found
 
 
+def group_at(view: memoryview, *, log: int, dim: int, salt: bytes) -> int:
+    """Return the sequence of the group of a log that begins some bytes, 0 if none does."""
+    group = _decode(view, 0, log=log, dim=dim, salt=salt, sequence=1)
+    return int(group[0]["sequence"]) if group else 0
+
+
 def _find(
     view: memoryview, at: int, *, log: int, dim: int, salt: bytes, page_bytes: int, sequence: int
 ) -> tuple[int, np.void, npt.NDArray[np.void]] | None:

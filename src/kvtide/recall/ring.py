@@ -10,14 +10,18 @@ round are told from those of this one.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
 from kvtide.io.ops import READ, WRITE, aligned_buffer
 from kvtide.recall.ops import MemoryIo
-from kvtide.recall.records import groups_of
+from kvtide.recall.pack import PACK_MAGIC, packed, unpacked
+from kvtide.recall.records import ALIGN_BYTES, group_at, groups_of
 
 RING_BYTES = 128 << 10  # written once with zeros: 3 % of the first 5 MB; a smaller one is emptied more often
+GROUP_BYTES_MAX = 64 << 10  # that are looked at: larger groups are better off in the log at once
 
 
 class Tail:
@@ -64,6 +68,7 @@ class Ring:
         self.fd, self.name = fd, name
         self._io, self._page_bytes, self._size_bytes = io, page_bytes, size_bytes
         self._tail = Tail(page_bytes, RING_BYTES)
+        self._ratio = 1.0  # of bytes packed and not, as it was of late
 
     def load(self, *, log: int, dim: int, salt: bytes) -> dict[int, bytes]:
         """Return the groups of a log that it holds, by their sequence.
@@ -73,14 +78,36 @@ class Ring:
         raw = aligned_buffer(min(self._size_bytes, RING_BYTES))
         if len(raw):
             self._io.move(READ, self.fd, raw, 0, cause="memory-read", what=self.name)
-        return groups_of(raw.data, log=log, dim=dim, salt=salt)
+        found = groups_of(raw.data, log=log, dim=dim, salt=salt)
+        hay = raw.tobytes()
+        at = hay.find(PACK_MAGIC)
+        while at >= 0:
+            group = unpacked(raw.data, at, bytes_max=GROUP_BYTES_MAX)
+            if sequence := group_at(memoryview(group), log=log, dim=dim, salt=salt):
+                found[sequence] = group
+            at = hay.find(PACK_MAGIC, at + ALIGN_BYTES)
+        return found
 
     def clear(self) -> None:
         """Let the next group begin anew: all that it holds is durable in the log."""
         self._tail = Tail(self._page_bytes)
 
+    def packed(self, raw: bytes) -> bytes:
+        """Return a group as it is written here; packed if it has more than a page."""
+        if not self._page_bytes < len(raw) <= GROUP_BYTES_MAX:
+            return raw
+        made = packed(raw)
+        ratio = len(made) / len(raw)
+        self._ratio = max(ratio, 0.9 * self._ratio + 0.1 * ratio)
+        return made
+
+    def guess(self, num_bytes: int) -> int:
+        """Return the bytes that a group of `num_bytes` would write, and 0 if it does not fit."""
+        is_packed = self._page_bytes < num_bytes <= GROUP_BYTES_MAX
+        return self.room(math.ceil(num_bytes * self._ratio) if is_packed else num_bytes)
+
     def room(self, num_bytes: int) -> int:
-        """Return the bytes that a group would write, and 0 if it does not fit."""
+        """Return the bytes that a group of `num_bytes`, packed, writes, and 0 if it does not fit."""
         at, end = self._tail.pages_for(num_bytes)
         return end - at // self._page_bytes * self._page_bytes if end <= RING_BYTES else 0
 
@@ -89,7 +116,7 @@ class Ring:
         return self._tail.end / RING_BYTES
 
     def write(self, raw: bytes) -> None:
-        """Make a group durable.
+        """Make a group, packed, durable.
 
         Raises: IoError; then the next group takes its place.
         """
