@@ -51,7 +51,7 @@ class Memory:
         """Open or make; see `open`."""
         self.options, self.dim = options, checked_dim(dim)
         self._is_closed = False
-        self._place = Place(path, self.dim, options.metric)
+        self._place = Place(path, self.dim, options.metric, options.of)
         self._engines: list[Engine] = []
         self._shelf: Shelf | None = None
         try:

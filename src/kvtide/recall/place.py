@@ -26,6 +26,7 @@ from kvtide.errors import ConfigError, FormatError
 from kvtide.recall.contract import DIM_MAX
 from kvtide.recall.scores import METRICS, Metric
 from kvtide.tiers.owner import lock, named
+from kvtide.units import printable
 
 FORMAT = "kvtide-memory"
 VERSION = 1
@@ -41,6 +42,7 @@ class Description:
     dim: int
     metric: Metric
     salt: bytes
+    of: str = ""  # what the vectors are of, empty if nobody said
 
 
 class Place:
@@ -49,7 +51,7 @@ class Place:
     Threads: one at a time.
     """
 
-    def __init__(self, path: Path, dim: int, metric: Metric) -> None:
+    def __init__(self, path: Path, dim: int, metric: Metric, of: str = "") -> None:
         """Own the directory, made where there is none.
 
         Raises: ConfigError if it holds something else, or a memory of other vectors; FormatError if its description
@@ -59,17 +61,18 @@ class Place:
         _make(path)
         self._lock_fd = lock(path, option="--memory")
         try:
-            self.description = self._describe(dim, metric)
+            self.description = self._describe(dim, metric, of)
         except BaseException:
             self.close()
             raise
 
-    def _describe(self, dim: int, metric: Metric) -> Description:
+    def _describe(self, dim: int, metric: Metric, of: str) -> Description:
         found = read_json(self.path / "memory.json")
         if found is None:
             self._refuse_foreign()
-            made = Description(dim, metric, secrets.token_bytes(16))
+            made = Description(dim, metric, secrets.token_bytes(16), of)
             what = {"format": FORMAT, "version": VERSION, "dim": dim, "metric": metric, "salt": made.salt.hex()}
+            what |= {"of": of} if of else {}
             write_json(self.path / "memory.json", what)
             return made
         kept = _description(self.path, found)
@@ -77,6 +80,11 @@ class Place:
             raise ConfigError(
                 f"{self.path} keeps vectors of {kept.dim} dimensions, asked for {dim}; "
                 f"open it with dim={kept.dim}, or choose another directory"
+            )
+        if kept.of and of and kept.of != of:
+            raise ConfigError(
+                f"{self.path} keeps vectors of {kept.of}, asked for those of {of}: they cannot be compared; "
+                "choose another directory, or the model it was made with"
             )
         if kept.metric != metric:
             raise ConfigError(f"{self.path} compares by {kept.metric}, asked for {metric}; type metric='{kept.metric}'")
@@ -213,4 +221,4 @@ def _description(path: Path, found: dict[str, object]) -> Description:
     if not isinstance(dim, int) or not 1 <= dim <= DIM_MAX or metric not in METRICS or not is_salt:
         raise FormatError(f"{path / 'memory.json'}: expected dim, metric and salt, found {dim!r}, {metric!r}, a salt")
     name: Metric = next(one for one in ("cosine", "dot", "l2") if one == metric)
-    return Description(dim, name, bytes.fromhex(str(salt)))
+    return Description(dim, name, bytes.fromhex(str(salt)), printable(str(found.get("of", ""))))
