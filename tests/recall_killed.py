@@ -84,7 +84,7 @@ def campaign(root: Path, kills: int, seed: int) -> dict[str, object]:
         os.close(write_fd)
         with os.fdopen(read_fd) as told:
             first = told.readline()
-            time.sleep(float(rng.uniform(0, 0.05)))
+            time.sleep(float(rng.uniform(0, 0.2)))
             os.kill(pid, signal.SIGKILL)
             lines = (first + told.read()).splitlines()
         status = os.waitpid(pid, 0)[1]

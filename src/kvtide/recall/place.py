@@ -73,7 +73,7 @@ class Place:
             made = Description(dim, metric, secrets.token_bytes(16), of)
             what = {"format": FORMAT, "version": VERSION, "dim": dim, "metric": metric, "salt": made.salt.hex()}
             what |= {"of": of} if of else {}
-            write_json(self.path / "memory.json", what)
+            write_json(self.path / "memory.json", what, is_named=False)  # with the name of the first log
             return made
         kept = _description(self.path, found)
         if kept.dim != dim:
@@ -191,8 +191,8 @@ def read_json(path: Path) -> dict[str, object] | None:
     return dict(found)
 
 
-def write_json(path: Path, what: dict[str, object]) -> None:
-    """Replace a file by an object and its checksum, whole or not at all, and durable.
+def write_json(path: Path, what: dict[str, object], *, is_named: bool = True) -> None:
+    """Replace a file by an object and its checksum, whole or not at all, and durable; its name only with `is_named`.
 
     Raises: IoError.
     """
@@ -205,7 +205,8 @@ def write_json(path: Path, what: dict[str, object]) -> None:
         finally:
             os.close(fd)
         new.rename(path)
-    sync_folder(path.parent)
+    if is_named:
+        sync_folder(path.parent)
 
 
 def _check(what: dict[str, object]) -> str:
