@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -130,6 +131,11 @@ def test_what_is_no_memory_is_refused(tmp_path: Path) -> None:
         with pytest.raises(IoError, match=r"owned by process [0-9]+"):
             Memory.open(tmp_path / "m", DIM)
         assert len(memory) == 0
+    with Memory.open(tmp_path / "of", DIM, of="model a") as made:
+        assert made.num_bad == 0
+    with pytest.raises(ConfigError, match="vectors of model a, asked for those of model b"):
+        Memory.open(tmp_path / "of", DIM, of="model b")
+    Memory.open(tmp_path / "of", DIM).close()
     with pytest.raises(ConfigError, match="24 dimensions"):
         Memory.open(tmp_path / "m", DIM + 1)
     with pytest.raises(ConfigError, match="cosine"):
@@ -147,3 +153,68 @@ def test_no_acknowledged_row_is_lost_when_the_process_is_killed(tmp_path: Path) 
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["rows_lost"] == 0
+
+
+def test_a_full_disk_is_named_and_adding_works_again(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+FULL_DISK = """
+import resource, signal, sys
+import numpy as np
+from kvtide.errors import IoError
+from kvtide.recall import Memory
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+rows = np.random.default_rng(0).standard_normal((2000, 24)).astype(np.float32)
+with Memory.open(sys.argv[1] + "/m", 24) as memory:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, resource.RLIM_INFINITY))
+    kept = []
+    try:
+        for one in range(2000):
+            memory.add([one], rows[one : one + 1], [b"x" * 4000])
+            kept.append(one)
+    except IoError as error:
+        assert error.errno in {27, 28} and "log-00000001.kvl" in str(error), error  # EFBIG stands for ENOSPC here
+    assert 0 < len(kept) < 2000
+    assert len(memory) == len(kept)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    memory.add([5000], rows[:1], [b"again"])
+with Memory.open(sys.argv[1] + "/m", 24) as memory:
+    assert len(memory) == len(kept) + 1 and memory.num_bad == 0
+    assert memory.get([*kept, 5000]) == [b"x" * 4000] * len(kept) + [b"again"]
+"""
+
+
+@pytest.mark.parametrize("is_garbled", [False, True])
+@pytest.mark.parametrize("is_settled", [False, True])
+def test_a_last_group_torn_at_any_sector_is_whole_or_absent(tmp_path: Path, is_garbled: bool, is_settled: bool) -> None:
+    """In the log, as after `close`; or in the ring, as after a kill: then it has not reached the log."""
+    rows, payload = vectors(12), b"payload " * 300
+    with Memory.open(tmp_path / "m", DIM) as memory:
+        memory.add(np.arange(8), rows[:8], [payload] * 8)
+        memory.add([8, 9], rows[8:10], [payload] * 2)
+        if not is_settled:
+            shutil.copytree(tmp_path / "m", tmp_path / "killed")
+    folder = tmp_path / ("m" if is_settled else "killed")
+    name = "log-00000001.kvl" if is_settled else "ring.kvl"
+    raw = (folder / name).read_bytes()
+    end = len(raw.rstrip(bytes(1))) + 1
+    tried = range((end - 1) // 512 * 512, max(4096, end - 6000) if is_settled else -1, -512)
+    seen = set()
+    for at in tried:
+        torn = raw[:at] + (b"\xa5" * (len(raw) - at) if is_garbled else bytes(len(raw) - at))
+        copy = tmp_path / f"{at}"
+        shutil.copytree(folder, copy)
+        (copy / "ring.kvl").unlink()  # it still has what the log lost
+        (copy / name).write_bytes(torn)
+        with Memory.open(copy, DIM) as memory:
+            found = memory.get(np.arange(10))
+            assert found[:8] == [payload] * 8 if not is_settled else len({*found[:8]}) == 1
+            assert len({*found[8:]}) == 1, "whole or absent"
+            seen.add(found[8])
+            memory.add([10], rows[:1], [b"goes on"])
+        with Memory.open(copy, DIM) as memory:
+            assert memory.get([8, 9, 10]) == [*found[8:], b"goes on"]
+        shutil.rmtree(copy)
+    assert None in seen

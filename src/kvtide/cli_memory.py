@@ -49,7 +49,8 @@ class Remembering:
             from kvtide.integrations.transformers.embedding import Embedder
 
             self._embedder = Embedder(loaded)
-            self._memory = Memory.open(directory, self._embedder.dim, recorder=recorder)
+            of = f"{printable(Path(loaded.name).name)[:80]}, weights {loaded.weights_digest[:32]}"
+            self._memory = Memory.open(directory, self._embedder.dim, of=of, recorder=recorder)
         self._directory = directory
 
     def __enter__(self) -> Self:

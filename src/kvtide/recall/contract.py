@@ -20,6 +20,7 @@ from kvtide.units import format_bytes
 DIM_MAX = 1 << 16
 GROUP_BYTES_MAX = 1 << 20  # of vectors and payloads made durable together; one row may be larger
 ID_MAX = (1 << 63) - 1
+OF_CHARS_MAX = 200
 
 Keep = Callable[[Ids], npt.NDArray[np.bool_]]
 """Says which of some ids a search may return. Shapes: [n] to [n]."""
@@ -49,6 +50,7 @@ class MemoryOptions:
     """
 
     metric: Metric = "cosine"  # changes results
+    of: str = ""  # what the vectors are of, as a model and its weights; noted when made, another one is refused
     payload_bytes_max: int = 1 << 20
     commit_ms: float = 10.0  # longest wait of a row for others to be committed with; 0: each call alone
     log_bytes: int = 16 << 20  # of one log: what is replayed, and held in memory until it is sealed
@@ -62,6 +64,8 @@ class MemoryOptions:
     def __post_init__(self) -> None:
         if self.metric not in METRICS:
             raise ConfigError(f"metric is {self.metric!r}; choose one of {', '.join(METRICS)}")
+        if not isinstance(self.of, str) or len(self.of) > OF_CHARS_MAX or not self.of.isprintable():
+            raise ConfigError(f"of has {len(self.of)} characters; give at most {OF_CHARS_MAX} that can be printed")
         if not 0 <= self.commit_ms <= 10_000:
             raise ConfigError(f"commit_ms is {self.commit_ms}; give 0 (every call alone) to 10000 milliseconds")
         if self.page_bytes not in {512, 1024, 2048, 4096}:

@@ -1,13 +1,14 @@
 """One log of a memory: rows are appended in groups, each durable when `append` returns. Next: parts.
 
-Moves bytes only through an `io.Engine`. Decides where a group lies and which pages are written for it; knows nothing of
-what rows mean.
+Decides where a group lies and what is written for it; knows nothing of what rows mean.
 
-Theory. `[header page][group][group]...[zeros]`. Space is written with zeros ahead of its use, a portion at a time: a
-write into space that was never written, or that grows the file, makes the file system write its journal with each sync:
-12 KiB a commit on ext4, and 24 KiB if the file grows. Groups overwrite the zeros in whole pages, then comes a sync. A
-torn group fails its checksum and is the end of the log. The partly filled page at the end may be written again with the
-next group: its first bytes stay as they are, so that a write torn between sectors leaves what was acknowledged.
+Theory. `[header page][group][group]...`. Where the log's space was written before (a log that was another one, a drive
+that can promise zeros without moving them), a group is written where it lies, in whole pages, and synced. Where it was
+not, each sync would cost the file system a journal write: 12 KiB on ext4, and 24 KiB if the file grows. There a group
+is made durable in the ring, and held in memory, until there are enough of them to be written to the log, without gaps,
+by one write and one sync. Its place in the log is known from the start.
+
+A torn group fails its checksum and is the end of the log: what it should have held is still in the ring.
 """
 
 from __future__ import annotations
@@ -20,122 +21,63 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvtide.errors import FormatError, IoError, ShortIo
-from kvtide.io.ops import FSYNC, OP, READ, WRITE, Engine, address_of, aligned_buffer
+from kvtide.errors import FormatError, IoError
+from kvtide.io.ops import READ, WRITE, aligned_buffer
+from kvtide.recall.ops import MemoryIo
 from kvtide.recall.records import Placed, Scanned, Vectors, encode, place, scan
-from kvtide.trace.events import CAUSES
-from kvtide.trace.record import OP_EVENT, Recorder
+from kvtide.recall.ring import Ring, Tail
 
 MAGIC = b"KVTMLOG\0"
 VERSION = 1
 HEADER_BYTES = 4096
-OP_BYTES_MAX = 1 << 20
-RESERVE_BYTES_MIN = 64 << 10  # written with zeros at once; then half of what there is, so that little is for nothing
-RESERVE_BYTES_MAX = 1 << 20  # about a second of 1,000 rows of 1 KiB
+JOURNAL_BYTES = 12 << 10  # ext4, at a sync of space that is written for the first time; measured
+SPARE_BYTES = 512  # of a page: as good as full
+FIRST_BYTES = 1 << 20  # allocated at once; then all of the log
 FALLOC_FL_WRITE_ZEROES = 0x80  # Linux 6.17: space that counts as written, without moving its bytes
 _HEADER = np.dtype([("magic", "V8"), ("version", "<u4"), ("dim", "<u4"), ("log", "<u8"), ("check", "<u8")])
-
-
-class MemoryIo:
-    """Reads, writes and syncs of a memory, waited for, and recorded under their cause.
-
-    Threads: one at a time.
-    """
-
-    def __init__(self, engine: Engine, recorder: Recorder | None = None) -> None:
-        self.engine, self._recorder = engine, recorder
-        self.written_bytes = self.read_bytes = self.num_writes = self.num_reads = self.num_syncs = 0
-
-    def move(self, kind: int, fd: int, buffer: npt.NDArray[np.uint8], at: int, *, cause: str, what: str) -> None:
-        """Read into `buffer`, or write it, at byte `at`: operations of up to 1 MiB, all in flight at once.
-
-        Raises: IoError that names `what`; ShortIo at the end of the file.
-        """
-        starts = np.arange(0, buffer.nbytes, OP_BYTES_MAX, dtype=np.uint64)
-        batch = np.zeros(len(starts), OP)
-        batch["fd"], batch["kind"], batch["tag"] = fd, kind, np.arange(len(starts))
-        batch["offset"], batch["address"] = starts + np.uint64(at), starts + np.uint64(address_of(buffer))
-        batch["length"] = np.minimum(buffer.nbytes - starts.astype(np.int64), OP_BYTES_MAX)
-        self.run(batch, cause=cause, what=what)
-
-    def run(self, batch: npt.NDArray[np.void], *, cause: str, what: str) -> None:
-        """Do every operation of `batch`, whose tags count from 0.
-
-        Raises: as `move`, after all have ended.
-        """
-        self.engine.submit(batch)
-        parts, num = [], 0
-        while num < len(batch):
-            parts.append(self.engine.reap(1))
-            num += len(parts[-1])
-        done = np.concatenate(parts)
-        tags = done["tag"].astype(np.int64)
-        is_write = batch["kind"][tags] == WRITE
-        moved = done["length"].astype(np.int64)
-        self.num_writes += int(is_write.sum())
-        self.num_reads += int((batch["kind"][tags] == READ).sum())
-        self.num_syncs += int((batch["kind"][tags] == FSYNC).sum())
-        self.written_bytes += int(moved[is_write].sum())
-        self.read_bytes += int(moved[~is_write].sum())
-        self._record(batch[tags], done, cause)
-        bad = np.flatnonzero((done["error"] != 0) | (moved != batch["length"][tags]))
-        if len(bad):
-            number = int(done["error"][bad[0]])
-            where = f"{what}, byte {int(batch['offset'][tags[bad[0]]])}"
-            if number:
-                raise IoError(number, f"{where}: {os.strerror(number)}{_hint(number)}")
-            raise ShortIo(errno.EIO, f"{where}: {int(moved[bad[0]])} bytes moved, not all of them")
-
-    def sync(self, fd: int, *, what: str) -> None:
-        """Wait until what was written to `fd` is durable.
-
-        Raises: IoError.
-        """
-        batch = np.zeros(1, OP)
-        batch["fd"], batch["kind"] = fd, FSYNC
-        self.run(batch, cause="memory-log", what=what)
-
-    def _record(self, batch: npt.NDArray[np.void], done: npt.NDArray[np.void], cause: str) -> None:
-        kept = batch["kind"] != FSYNC
-        if self._recorder is None or not kept.any():
-            return
-        batch, done = batch[kept], done[kept]
-        events = np.zeros(len(batch), OP_EVENT)
-        events["time_ns"], events["complete_ns"] = done["submit_ns"], done["complete_ns"]
-        events["cause"], events["fd"], events["is_write"] = CAUSES.index(cause), batch["fd"], batch["kind"] == WRITE
-        events["offset"], events["length"], events["num_fragments"] = batch["offset"], done["length"], 1
-        events["depth"], events["error"], events["layer"], events["slot"] = done["depth"], done["error"], -1, -1
-        self._recorder.record_ops(events)
-
-
-def _hint(number: int) -> str:
-    return "; nothing that was acknowledged is lost: make room and add again" if number == errno.ENOSPC else ""
 
 
 class Log:
     """A log that can be appended to.
 
-    Threads: one at a time.
+    Threads: one appends; `held` may be read by any.
     """
 
     def __init__(
-        self, io: MemoryIo, fd: int, *, number: int, dim: int, salt: bytes, page_bytes: int, size_bytes: int, name: str
+        self,
+        io: MemoryIo,
+        fd: int,
+        *,
+        ring: Ring,
+        number: int,
+        dim: int,
+        salt: bytes,
+        page_bytes: int,
+        log_bytes: int,
+        name: str,
     ) -> None:
-        """Take over an open file of `size_bytes` that were all written once; `load` or `begin` comes next."""
+        """Take over an open file; `load` or `begin` comes next."""
         self.fd, self.number, self.dim, self.name = fd, number, dim, name
-        self._io, self._salt, self._page_bytes = io, salt, page_bytes
-        self.size_bytes = size_bytes
-        self.end, self.sequence = HEADER_BYTES, 1
-        self._tail = b""  # what the page in which the last group ends holds of it
-        self._can_write_zeroes = True
+        self._io, self._ring, self._salt, self._log_bytes = io, ring, salt, log_bytes
+        self._file_bytes = os.fstat(fd).st_size // HEADER_BYTES * HEADER_BYTES
+        self.size_bytes = _written_bytes(fd, self._file_bytes)
+        self.sequence = 1
+        self._tail = Tail(page_bytes, HEADER_BYTES)
+        self._held_bytes = 0
+        self.held: list[tuple[int, bytes]] = []  # groups the file does not have yet, and where they will be in it
+
+    @property
+    def end(self) -> int:
+        """Where the last group ends, or will."""
+        return self.held[0][0] + self._held_bytes if self.held else self._tail.end
 
     def begin(self) -> None:
         """Make the log empty and its header durable: the groups of an earlier life have another number.
 
         Raises: IoError.
         """
-        if self.size_bytes < HEADER_BYTES:
-            self._reserve(HEADER_BYTES)
+        if self._file_bytes < HEADER_BYTES:
+            self._allocate(HEADER_BYTES)
         page = aligned_buffer(HEADER_BYTES)
         header = page[: _HEADER.itemsize].view(_HEADER)
         header["magic"], header["version"] = np.frombuffer(MAGIC, "V8")[0], VERSION
@@ -143,26 +85,51 @@ class Log:
         header["check"] = _header_check(page)
         self._io.move(WRITE, self.fd, page, 0, cause="memory-log", what=self.name)
         self._io.sync(self.fd, what=self.name)
+        self.size_bytes = max(self.size_bytes, HEADER_BYTES)
 
-    def load(self) -> Scanned:
+    def load(self, *, is_last: bool) -> Scanned:
         """Read what the log holds, so that `append` goes on behind it; a header that is not whole is made again.
 
-        A file that was another log before holds nothing of this one.
+        What the last log has not yet is in the ring. A file that was another log before holds nothing of this one.
 
         Raises: IoError; FormatError if it is a log of other vectors.
         """
-        raw = aligned_buffer(self.size_bytes)
+        raw = aligned_buffer(self._file_bytes)
         if len(raw):  # else its maker ended before it was begun
             self._io.move(READ, self.fd, raw, 0, cause="memory-read", what=self.name)
         is_begun = len(raw) >= HEADER_BYTES and self._is_header(raw)
-        scanned = scan(
-            raw, start=HEADER_BYTES, log=self.number, dim=self.dim, salt=self._salt, page_bytes=self._page_bytes
-        )
+        late = self._ring.load(log=self.number, dim=self.dim, salt=self._salt) if is_last else {}
+        scanned = self._scan(raw, late)
+        late = {one: late[one] for one in sorted(late) if one >= scanned.sequence}
+        end = scanned.end
+        if late:
+            raw, end = self._hold(raw, scanned.end, late)
+            scanned = self._scan(raw, {})
         if not is_begun:
             self.begin()
-        self.end, self.sequence = scanned.end, scanned.sequence
-        self._tail = raw[self.end - self.end % self._page_bytes : self.end].tobytes()
+        self.sequence = scanned.sequence
+        page = self._tail.page_bytes
+        self._tail = Tail(page, end, raw[end - end % page : end].tobytes())
+        self.size_bytes = max(self.size_bytes, -(-end // page) * page)
         return scanned
+
+    def _scan(self, raw: npt.NDArray[np.uint8], late: dict[int, bytes]) -> Scanned:
+        page = self._tail.page_bytes
+        start, number = HEADER_BYTES, self.number
+        return scan(raw, start=start, log=number, dim=self.dim, salt=self._salt, page_bytes=page, late=late)
+
+    def _hold(self, raw: npt.NDArray[np.uint8], end: int, late: dict[int, bytes]) -> tuple[npt.NDArray[np.uint8], int]:
+        """Return the log with groups of the ring, and where its own end; drop what a torn write has left behind."""
+        page = self._tail.page_bytes
+        first = -(-end // page) * page
+        at = first + np.cumsum([0, *map(len, late.values())])
+        self.held = list(zip(at.tolist(), late.values(), strict=False))
+        self._held_bytes = int(at[-1]) - first
+        os.ftruncate(self.fd, first)
+        self._file_bytes = self.size_bytes = first
+        kept = np.zeros(first, np.uint8)
+        kept[: min(first, len(raw))] = raw[:first]
+        return np.concatenate([kept, np.frombuffer(b"".join(late.values()), np.uint8)]), end
 
     def _is_header(self, raw: npt.NDArray[np.uint8]) -> bool:
         header = raw[: _HEADER.itemsize].view(_HEADER)[0]
@@ -183,50 +150,93 @@ class Log:
         Raises: IoError, with ENOSPC where the file system is full.
         """
         raw = encode(rows, vectors, payloads, log=self.number, sequence=self.sequence, salt=self._salt)
-        at, first, head = self._where(len(raw))
-        pages = aligned_buffer(-(-(at + len(raw) - first) // self._page_bytes) * self._page_bytes)
-        body = head + raw
-        pages[: len(body)] = np.frombuffer(body, np.uint8)
-        if first + pages.nbytes > self.size_bytes:
-            self._reserve(first + pages.nbytes)
-        self._io.move(WRITE, self.fd, pages, first, cause="memory-log", what=self.name)
-        self._io.sync(self.fd, what=self.name)
-        self.end, self.sequence = at + len(raw), self.sequence + 1
-        self._tail = body[len(body) - self.end % self._page_bytes :] if self.end % self._page_bytes else b""
+        if self._is_written(len(raw)):
+            at, first, pages = self._tail.pages(raw)
+            self._io.move(WRITE, self.fd, pages, first, cause="memory-log", what=self.name)
+            self._io.sync(self.fd, what=self.name)
+            self._tail.wrote(at, raw)
+        else:
+            at = self.end if self.held else -(-self.end // self._tail.page_bytes) * self._tail.page_bytes
+            packed = self._ring.packed(raw)
+            if self._is_enough(at + len(raw), self._ring.room(len(packed))):
+                self._write(at, raw)
+            else:
+                self._ring.write(packed)
+                self.held.append((at, raw))
+                self._held_bytes += len(raw)
+        self.sequence += 1
         return place(rows, len(vectors), self.dim, at)
 
-    def _where(self, num_bytes: int) -> tuple[int, int, bytes]:
-        """Return where a group goes, where its first page begins, and what that page holds before it."""
-        page, filled = self._page_bytes, len(self._tail)
-        if filled and -(-(filled + num_bytes) // page) <= -(-num_bytes // page):
-            return self.end, self.end - filled, self._tail
-        at = -(-self.end // page) * page
-        return at, at, b""
+    def settle(self) -> None:
+        """Write what only the ring has.
+
+        Raises: IoError, and the ring still has it.
+        """
+        if self.held:
+            self._write(self.end, b"")
 
     def pages_for(self, num_bytes: int) -> int:
-        """Return the bytes that a group of `num_bytes` would write."""
-        at, first, _ = self._where(num_bytes)
-        return -(-(at + num_bytes - first) // self._page_bytes) * self._page_bytes
+        """Return the bytes that a group of `num_bytes` writes first."""
+        if not self._is_written(num_bytes) and (size := self._ring.guess(num_bytes)):
+            return size
+        at, end = self._tail.pages_for(num_bytes)
+        return end - at // self._tail.page_bytes * self._tail.page_bytes
 
-    def _reserve(self, end: int) -> None:
-        """Let the space up to `end`, and some more, be written: with zeros, unless the drive can say so without."""
-        portion = min(max(RESERVE_BYTES_MIN, self.size_bytes // 2), RESERVE_BYTES_MAX)
-        portion = max(portion, end - self.size_bytes)
-        portion = -(-portion // HEADER_BYTES) * HEADER_BYTES
-        if not (self._can_write_zeroes and _write_zeroes(self.fd, self.size_bytes, portion)):
-            self._can_write_zeroes = False
-            zeros = aligned_buffer(portion)
-            self._io.move(WRITE, self.fd, zeros, self.size_bytes, cause="memory-log", what=self.name)
+    def _is_written(self, num_bytes: int) -> bool:
+        """Say whether a group can be written in its place without a journal write."""
+        return not self.held and self._tail.pages_for(num_bytes)[1] <= self.size_bytes
+
+    def _is_enough(self, end: int, size: int) -> bool:
+        """Say whether a group that ends at `end`, of `size` in the ring, goes to the log with all that is held."""
+        spare = -end % self._tail.page_bytes
+        return not size or size > JOURNAL_BYTES or (self._ring.filled > 0.75 and spare < SPARE_BYTES)
+
+    def _write(self, at: int, raw: bytes) -> None:
+        """Write what is held, and a group behind it at `at`."""
+        first = self.held[0][0] if self.held else at
+        body = b"".join([*(one for _, one in self.held), raw])
+        page = self._tail.page_bytes
+        pages = aligned_buffer(-(-len(body) // page) * page)
+        pages[: len(body)] = np.frombuffer(body, np.uint8)
+        if first + pages.nbytes > self._file_bytes:
+            self._allocate(first + pages.nbytes)
+        self._io.move(WRITE, self.fd, pages, first, cause="memory-log", what=self.name)
         self._io.sync(self.fd, what=self.name)
-        self.size_bytes += portion
+        self._ring.clear()
+        end = first + len(body)
+        self._tail = Tail(page, end, body[len(body) - end % page :] if end % page else b"")
+        self.size_bytes = max(self.size_bytes, first + pages.nbytes)
+        self.held, self._held_bytes = [], 0  # another list: who reads the old one goes on
+
+    def _allocate(self, end: int) -> None:
+        """Let the file have the space up to `end` and some more: it then does not grow at a sync."""
+        least = -(-end // HEADER_BYTES) * HEADER_BYTES
+        ample = FIRST_BYTES if end <= FIRST_BYTES else self._log_bytes // HEADER_BYTES * HEADER_BYTES
+        for size in (max(least, ample), least):
+            if _fallocate(self.fd, FALLOC_FL_WRITE_ZEROES, self._file_bytes, size):
+                self.size_bytes = size if self.size_bytes == self._file_bytes else self.size_bytes
+            elif not _fallocate(self.fd, 0, self._file_bytes, size):
+                continue  # what the write says of it, counts
+            self._file_bytes = size
+            return
 
 
 def _header_check(page: npt.NDArray[np.uint8]) -> int:
     return int(xxhash.xxh3_64_intdigest(page[: _HEADER.itemsize - 8].tobytes()))
 
 
-def _write_zeroes(fd: int, at: int, length: int) -> bool:
-    """Ask for space that counts as written; False where kernel, file system or drive cannot."""
+def _written_bytes(fd: int, size_bytes: int) -> int:
+    """Return up to where a file was written without a gap; what is only allocated reads as a hole."""
+    try:
+        return min(os.lseek(fd, 0, os.SEEK_HOLE), size_bytes) // HEADER_BYTES * HEADER_BYTES
+    except OSError as error:
+        if error.errno in {errno.ENXIO, errno.EINVAL, errno.EOPNOTSUPP}:  # empty, or a file system that cannot say
+            return size_bytes
+        raise IoError(error.errno or 0, f"cannot ask where a log has holes: {error.strerror}") from error
+
+
+def _fallocate(fd: int, mode: int, start: int, end: int) -> bool:
+    """Allocate space; False where kernel, file system or drive cannot."""
     call = ctypes.CDLL(None, use_errno=True).fallocate
     call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    return bool(call(fd, FALLOC_FL_WRITE_ZEROES, at, length) == 0)
+    return bool(call(fd, mode, start, end - start) == 0)

@@ -31,8 +31,8 @@ from kvtide.recall.contract import (
     checked_vectors,
     keeper,
 )
-from kvtide.recall.log import MemoryIo
 from kvtide.recall.merge import Merger
+from kvtide.recall.ops import MemoryIo
 from kvtide.recall.place import Place
 from kvtide.recall.records import DELETE, GROUP, PUT, ROW, Ids, Vectors, row_check
 from kvtide.recall.scores import Hits, join
@@ -52,7 +52,7 @@ class Memory:
         """Open or make; see `open`."""
         self.options, self.dim = options, checked_dim(dim)
         self._is_closed = False
-        self._place = Place(path, self.dim, options.metric)
+        self._place = Place(path, self.dim, options.metric, options.of)
         self._engines: list[Engine] = []
         self._shelf: Shelf | None = None
         try:
@@ -219,6 +219,7 @@ class Memory:
         self._is_closed = True
         self._commits.close()
         self.merger.close()
+        self._open_shelf().settle()
         self._release()
 
     def _release(self) -> None:

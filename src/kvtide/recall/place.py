@@ -3,6 +3,7 @@
     memory.json          what it is: format, dimensions, metric, the secret that seeds its checksums, a checksum
     owner.lock           held by the one process that has it open; says which
     log-00000001.kvl     logs, in order
+    ring.kvl             groups that are not in the newest log yet
 
 Nothing in it is trusted: names that are not ours are left alone, links are refused, a description that does not agree
 with its checksum is no description.
@@ -25,6 +26,7 @@ from kvtide.errors import ConfigError, FormatError
 from kvtide.recall.contract import DIM_MAX
 from kvtide.recall.scores import METRICS, Metric
 from kvtide.tiers.owner import lock, named
+from kvtide.units import printable
 
 FORMAT = "kvtide-memory"
 VERSION = 1
@@ -40,6 +42,7 @@ class Description:
     dim: int
     metric: Metric
     salt: bytes
+    of: str = ""  # what the vectors are of, empty if nobody said
 
 
 class Place:
@@ -48,7 +51,7 @@ class Place:
     Threads: one at a time.
     """
 
-    def __init__(self, path: Path, dim: int, metric: Metric) -> None:
+    def __init__(self, path: Path, dim: int, metric: Metric, of: str = "") -> None:
         """Own the directory, made where there is none.
 
         Raises: ConfigError if it holds something else, or a memory of other vectors; FormatError if its description
@@ -58,24 +61,30 @@ class Place:
         _make(path)
         self._lock_fd = lock(path, option="--memory")
         try:
-            self.description = self._describe(dim, metric)
+            self.description = self._describe(dim, metric, of)
         except BaseException:
             self.close()
             raise
 
-    def _describe(self, dim: int, metric: Metric) -> Description:
+    def _describe(self, dim: int, metric: Metric, of: str) -> Description:
         found = read_json(self.path / "memory.json")
         if found is None:
             self._refuse_foreign()
-            made = Description(dim, metric, secrets.token_bytes(16))
+            made = Description(dim, metric, secrets.token_bytes(16), of)
             what = {"format": FORMAT, "version": VERSION, "dim": dim, "metric": metric, "salt": made.salt.hex()}
-            write_json(self.path / "memory.json", what)
+            what |= {"of": of} if of else {}
+            write_json(self.path / "memory.json", what, is_named=False)  # with the name of the first log
             return made
         kept = _description(self.path, found)
         if kept.dim != dim:
             raise ConfigError(
                 f"{self.path} keeps vectors of {kept.dim} dimensions, asked for {dim}; "
                 f"open it with dim={kept.dim}, or choose another directory"
+            )
+        if kept.of and of and kept.of != of:
+            raise ConfigError(
+                f"{self.path} keeps vectors of {kept.of}, asked for those of {of}: they cannot be compared; "
+                "choose another directory, or the model it was made with"
             )
         if kept.metric != metric:
             raise ConfigError(f"{self.path} compares by {kept.metric}, asked for {metric}; type metric='{kept.metric}'")
@@ -103,7 +112,17 @@ class Place:
 
         Raises: IoError; FormatError if it is no plain file or too large.
         """
-        path = self.log_path(number)
+        return self._open(self.log_path(number))
+
+    @property
+    def ring_path(self) -> Path:
+        return self.path / "ring.kvl"
+
+    def open_ring(self) -> tuple[int, int]:
+        """Return a descriptor of the ring, made where there is none, and its size in bytes; raises as `open_log`."""
+        return self._open(self.ring_path)
+
+    def _open(self, path: Path) -> tuple[int, int]:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         with named(path):
             try:
@@ -172,8 +191,8 @@ def read_json(path: Path) -> dict[str, object] | None:
     return dict(found)
 
 
-def write_json(path: Path, what: dict[str, object]) -> None:
-    """Replace a file by an object and its checksum, whole or not at all, and durable.
+def write_json(path: Path, what: dict[str, object], *, is_named: bool = True) -> None:
+    """Replace a file by an object and its checksum, whole or not at all, and durable; its name only with `is_named`.
 
     Raises: IoError.
     """
@@ -186,7 +205,8 @@ def write_json(path: Path, what: dict[str, object]) -> None:
         finally:
             os.close(fd)
         new.rename(path)
-    sync_folder(path.parent)
+    if is_named:
+        sync_folder(path.parent)
 
 
 def _check(what: dict[str, object]) -> str:
@@ -202,4 +222,4 @@ def _description(path: Path, found: dict[str, object]) -> Description:
     if not isinstance(dim, int) or not 1 <= dim <= DIM_MAX or metric not in METRICS or not is_salt:
         raise FormatError(f"{path / 'memory.json'}: expected dim, metric and salt, found {dim!r}, {metric!r}, a salt")
     name: Metric = next(one for one in ("cosine", "dot", "l2") if one == metric)
-    return Description(dim, name, bytes.fromhex(str(salt)))
+    return Description(dim, name, bytes.fromhex(str(salt)), printable(str(found.get("of", ""))))

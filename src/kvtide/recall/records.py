@@ -17,7 +17,7 @@ A group begins where the one before ended, or on the next page, whichever writes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,18 +114,28 @@ class Scanned:
     num_bad: int
 
 
-def scan(raw: npt.NDArray[np.uint8], *, start: int, log: int, dim: int, salt: bytes, page_bytes: int) -> Scanned:
+def scan(
+    raw: npt.NDArray[np.uint8],
+    *,
+    start: int,
+    log: int,
+    dim: int,
+    salt: bytes,
+    page_bytes: int,
+    late: Container[int] = (),
+) -> Scanned:
     """Read the groups of a log that begins at byte `start` of `raw`.
 
     The first group that is not whole ends the log, unless a good one with a later sequence follows: groups are written
-    one after another, so the bad one was whole once, and has been damaged since.
+    one after another, so the bad one was whole once, and has been damaged since. Not so if it is among `late`: these
+    sequences are elsewhere, because their write to the log had not ended.
     """
     view, at, end, num_bad, sequence = raw.data, start, start, 0, 1
     placed: list[Placed] = []
     vectors: list[Vectors] = []
     while True:
         found = _find(view, at, log=log, dim=dim, salt=salt, page_bytes=page_bytes, sequence=sequence)
-        if found is None:
+        if found is None or (int(found[1]["sequence"]) > sequence and sequence in late):
             break
         at, header, rows = found
         num_puts = int(header["num_puts"])
@@ -137,6 +147,25 @@ def scan(raw: npt.NDArray[np.uint8], *, start: int, log: int, dim: int, salt: by
         at = end = at + group_bytes(len(rows), num_puts, dim, int(header["payload_bytes"]))
     rows = np.concatenate(placed) if placed else np.zeros(0, PLACED)
     return Scanned(rows, np.concatenate(vectors) if vectors else np.zeros((0, dim), np.float32), end, sequence, num_bad)
+
+
+def groups_of(view: memoryview, *, log: int, dim: int, salt: bytes) -> dict[int, bytes]:
+    """Return every good group of a log in some bytes, by its sequence, wherever it lies."""
+    hay, found = bytes(view), {}
+    at = hay.find(GROUP_MAGIC)
+    while at >= 0:
+        if group := _decode(view, at, log=log, dim=dim, salt=salt, sequence=1):
+            header, rows = group
+            size = group_bytes(len(rows), int(header["num_puts"]), dim, int(header["payload_bytes"]))
+            found[int(header["sequence"])] = hay[at : at + size]
+        at = hay.find(GROUP_MAGIC, at + ALIGN_BYTES)
+    return found
+
+
+def group_at(view: memoryview, *, log: int, dim: int, salt: bytes) -> int:
+    """Return the sequence of the group of a log that begins some bytes, 0 if none does."""
+    group = _decode(view, 0, log=log, dim=dim, salt=salt, sequence=1)
+    return int(group[0]["sequence"]) if group else 0
 
 
 def _find(

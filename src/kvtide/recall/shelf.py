@@ -16,12 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvtide.errors import IoError
 from kvtide.recall.contract import MemoryOptions
-from kvtide.recall.log import HEADER_BYTES, Log, MemoryIo
+from kvtide.recall.log import HEADER_BYTES, Log
+from kvtide.recall.ops import MemoryIo
 from kvtide.recall.parts import LogPart
 from kvtide.recall.payloads import read_payloads
 from kvtide.recall.place import Place
 from kvtide.recall.records import Ids, Vectors, group_bytes
+from kvtide.recall.ring import Ring
 from kvtide.recall.segments import Segment
 
 
@@ -57,6 +60,9 @@ class Shelf:
         self.segments: list[Segment] = []  # oldest first, older than every log
         self.volumes: list[Volume] = []  # oldest first; the last one is appended to
         self.num_bad = 0  # groups that could not be read
+        fd, size_bytes = place.open_ring()
+        name, page_bytes = str(place.ring_path), options.page_bytes
+        self._ring = Ring(write_io, fd, page_bytes=page_bytes, size_bytes=size_bytes, name=name)
 
     # Opening
 
@@ -65,31 +71,32 @@ class Shelf:
 
         Raises: IoError; FormatError for a file that is no log of this memory.
         """
-        for number in self.place.logs():
-            if number > after:
-                self._replay(number)
+        numbers = [number for number in self.place.logs() if number > after]
+        for number in numbers:
+            self._replay(number, is_last=number == numbers[-1])
         if not self.volumes:
             self._begin(after + 1)
         for volume in self.volumes[:-1]:
             self._seal(volume)
 
-    def _replay(self, number: int) -> None:
+    def _replay(self, number: int, *, is_last: bool) -> None:
         volume = self._open(number)
-        scanned = volume.log.load()
+        scanned = volume.log.load(is_last=is_last)
         self.num_bad += scanned.num_bad
         self._kill(scanned.placed["id"])
         volume.part.add(scanned.placed, scanned.vectors)
 
     def _open(self, number: int) -> Volume:
-        fd, size_bytes = self.place.open_log(number)
+        fd, _ = self.place.open_log(number)
         log = Log(
             self._write_io,
             fd,
+            ring=self._ring,
             number=number,
             dim=self._described.dim,
             salt=self._described.salt,
             page_bytes=self.options.page_bytes,
-            size_bytes=size_bytes,
+            log_bytes=self.options.log_bytes,
             name=str(self.place.log_path(number)),
         )
         volume = Volume(log, LogPart(self._described.dim, self._described.metric))
@@ -141,6 +148,7 @@ class Shelf:
     def _roll(self) -> None:
         """Begin the next log, then seal the one before: its rows are found all the while."""
         full = self.volumes[-1]
+        full.log.settle()
         self._begin(full.log.number + 1)
         with self.lock:
             self._seal(full)
@@ -178,8 +186,16 @@ class Shelf:
                     found.update(zip(at.tolist(), texts, strict=True))
         return found
 
+    def settle(self) -> None:
+        """Write to the newest log what only the ring has; a full disk leaves it there."""
+        with contextlib.suppress(IoError):
+            self.volumes[-1].log.settle()
+
     def close(self) -> None:
         """Close every file. Idempotent."""
+        if self._ring.fd >= 0:
+            os.close(self._ring.fd)
+            self._ring.fd = -1
         for one in self.all():
             one.close()
         self.segments, self.volumes = [], []

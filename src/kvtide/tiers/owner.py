@@ -57,9 +57,8 @@ def lock(path: Path, *, option: str = "--dir") -> int:
     if not _is_at(fd, path / "owner.lock"):
         os.close(fd)
         raise IoError(errno.EBUSY, f"{path} is being removed by another process; try again")
-    with contextlib.suppress(OSError):  # of a full disk: who owns it is then not told, and no harm
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    with contextlib.suppress(OSError):  # a full disk must not keep its owner out
+        os.ftruncate(fd, os.pwrite(fd, f"{os.getpid()}\n".encode(), 0))  # in this order it needs no new space
     _held[fd] = _file_of(fd)
     return fd
 

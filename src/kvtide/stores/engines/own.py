@@ -17,7 +17,8 @@ class Kvtide:
     """Group commit: `insert` returns when the rows are durable, or without waiting unless rows must be."""
 
     def __init__(self, options: EngineOptions) -> None:
-        self._memory = Memory.open(options.folder / "memory", options.dim)
+        self._folder, self._dim = options.folder / "memory", options.dim
+        self._memory = Memory.open(self._folder, self._dim)
         self._waits = options.is_durable
         self._waiting: deque[tuple[int, Ticket]] = deque()
         self._num_durable = 0
@@ -31,7 +32,8 @@ class Kvtide:
         return self._num_durable
 
     def finish(self) -> None:
-        self._memory.flush()
+        self._memory.close()  # what only the ring has goes to the log, and counts
+        self._memory = Memory.open(self._folder, self._dim)
 
     def search(self, queries: Vectors, k: int) -> Ids:
         return self._memory.search(queries, k)[0]
