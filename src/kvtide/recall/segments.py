@@ -21,8 +21,8 @@ import xxhash
 
 from kvtide.errors import Corrupt, FormatError, IoError, KvtideError, UnsupportedError
 from kvtide.recall.contract import Keep
-from kvtide.recall.log import MemoryIo
 from kvtide.recall.manifest import Entry, segment_path, write_entry
+from kvtide.recall.ops import MemoryIo
 from kvtide.recall.place import sync_folder
 from kvtide.recall.records import Ids, Vectors, row_check, seed_of
 from kvtide.recall.scores import Hits, Metric, factors, join, score, top
