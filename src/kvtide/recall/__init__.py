@@ -2,5 +2,6 @@
 
 from kvtide.recall.contract import MemoryOptions, VectorMemory
 from kvtide.recall.memory import Memory
+from kvtide.recall.opening import open_memory
 
-__all__ = ["Memory", "MemoryOptions", "VectorMemory"]
+__all__ = ["Memory", "MemoryOptions", "VectorMemory", "open_memory"]
