@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from crash_states import check_states
-from kvtide.tiers.file import FileTier
+from kvtide.tiers.slotwriter import SlotWriter
 from oracle import WrongStoreError
 
 
@@ -17,9 +17,9 @@ def test_no_crash_state_has_a_wrong_byte_or_lacks_what_was_acknowledged() -> Non
 
 
 def test_a_tier_that_writes_the_header_first_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def packed(self: FileTier, *arguments: object) -> object:
-        return FileTier._write_packed(self, *arguments)
+    def packed(self: SlotWriter, *arguments: object) -> object:
+        return SlotWriter._write_packed(self, *arguments)
 
-    monkeypatch.setattr(FileTier, "_write_in_steps", packed)
+    monkeypatch.setattr(SlotWriter, "_write_in_steps", packed)
     with pytest.raises(WrongStoreError, match="safe cache"):
         check_states(120, seed=7)

@@ -172,8 +172,7 @@ def run(
         if ask and role != "both":
             handing.begin(Conversation(loaded, text), ask[0], wait_s=wait_s, on_progress=show.prefill)
         for index, asked in enumerate(handing.questions(ask, chat=chat, has_document=document is not None)):
-            conversation = Conversation(loaded, text)
-            one = partial(show.turn, runner, conversation, index)
+            one = partial(show.turn, runner, Conversation(loaded, text), index)
             turns.extend(remembering.turn(one, question, index) for question in asked)
         store.cache.flush()
         about = _about(store) if trace is not None else None

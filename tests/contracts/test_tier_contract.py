@@ -196,7 +196,7 @@ def test_accounts_are_exact(place: Place) -> None:
     place.groups.write(tier, names(1, 2, 3), [0] * 3)
     headers = 0 if isinstance(tier, MemoryTier) else 3 * layout.header_bytes
     if isinstance(tier, RemoteTier):
-        headers = 3 * (128 * (layout.num_fragments + 1) + tier._envelope.manifest.itemsize)
+        headers = 3 * (128 * (layout.num_fragments + 1) + tier.envelope.manifest.itemsize)
     written = tier.stats().written_bytes - before
     is_packed = isinstance(tier, RemoteTier) and tier._packer._level > 0
     assert (written < group) if is_packed else (written == 3 * group + headers)
