@@ -42,7 +42,7 @@ def filled(root: Path, split: Split) -> Path:
 
 
 def test_stores_from_before_there_were_splits_are_the_same_bytes(tmp_path: Path) -> None:
-    """Data pinned with the code before splits. Its checkpoints are of another kind, so either side scans the other's."""
+    """Data pinned with the code before splits. Checkpoints are of another kind, so either side scans the other's."""
     path = filled(tmp_path, "none")
     assert path.name == "390b685f89d04623f1a8e5dd6bb3fe05"
     found = {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in ("data.kvt", "checkpoint.kvt")}
