@@ -117,10 +117,10 @@ MUTANTS = (
     ),
     Mutant(
         "over-capacity",
-        "a slot that was handed out stays free",
+        "a slot that was found to be used stays free",
         _tiers("file"),
-        "        self._free[slots] = False\n        return slots",
-        "        return slots",
+        "        self._slot_of[key] = slot\n        self._free[slot] = False\n",
+        "        self._slot_of[key] = slot\n",
         (TIER, LIVES),
     ),
     Mutant(
