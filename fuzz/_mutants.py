@@ -9,6 +9,7 @@ from _paths import ROOT
 TIER = "tests/test_file_tier.py"
 CRASH = "tests/test_crash_states.py"
 CHUNKS = "tests/test_chunks.py"
+RAISING = "tests/test_raising_engine.py"
 STREAM = "tests/test_streaming.py"
 LIVES = "tests/test_reliability.py"
 MACHINE = "tests/machines/test_file_machine.py"
@@ -153,7 +154,7 @@ MUTANTS = (
         _tiers("slotio"),
         'whole = (completions["error"] == 0) & (completions["length"] == merged.batch["length"][tags])',
         'whole = completions["error"] == 0',
-        (TIER, MACHINE),
+        (RAISING,),
     ),
     Mutant(
         "wrong-place",

@@ -17,7 +17,7 @@ from kvtide.blocks import KEY
 from kvtide.cache import TieredCache
 from kvtide.chunks import ChunkOptions, ChunkStore
 from kvtide.io.drive import SimDrive
-from kvtide.io.ops import OP, READ, Batch, Completions, address_of, aligned_buffer
+from kvtide.io.ops import OP, READ, WRITE, Batch, Completions, address_of, aligned_buffer
 from kvtide.io.threads import ThreadEngine
 from kvtide.tiers.cipher import MasterKey
 from kvtide.tiers.contract import FAILED, OK
@@ -222,3 +222,35 @@ def test_threads_that_cannot_start_are_told_or_done_without(monkeypatch: pytest.
         left[0] = 1
         engine.submit(batch)
         assert sum(len(engine.reap(1)) for _ in range(6)) == 6
+
+
+class ShortEngine:
+    """Does what it is asked, and says that each write moved a page less."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._writes = engine, set[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def submit(self, batch: Batch) -> None:
+        self._writes.update(batch["tag"][batch["kind"] == WRITE].tolist())
+        self._engine.submit(batch)
+
+    def reap(self, wait_num: int = 0) -> Completions:
+        done = self._engine.reap(wait_num).copy()
+        done["length"][np.isin(done["tag"], list(self._writes))] -= 4096
+        return done
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_write_that_moved_less_is_not_there(is_packed: bool) -> None:
+    layout = small_layout()
+    tier, groups = sim_tier(SimDrive(MODEL), layout, 4, is_packed=is_packed), Groups(layout)
+    engine = tier._io.engine
+    tier._io.engine = ShortEngine(engine)
+    assert groups.write(tier, KEYS[:2], [1, 1]) == [FAILED, FAILED]
+    tier._io.engine = engine
+    assert not tier.lookup(np.frombuffer(b"".join(KEYS[:2]), KEY)).any()
+    assert groups.write(tier, KEYS[:4], [2] * 4) == [OK] * 4
+    check_slots(tier)
