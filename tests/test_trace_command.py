@@ -18,7 +18,7 @@ from inprocess import kvtide
 from kvtide.errors import UnsupportedError
 from kvtide.trace.file import TraceFile
 from kvtide.trace.kernel import find_tracefs, tracefs
-from kvtide.trace.live import family
+from kvtide.trace.live import family, start_stopped
 
 KVTIDE = [sys.executable, "-m", "kvtide"]
 PATIENCE_S = 300  # a machine that others use, too
@@ -129,3 +129,13 @@ def test_top_tells_one_view(words: list[str]) -> None:
     assert json.loads(done.stdout)["seconds"] >= 0.3
     shown = kvtide("top", "--count", "1", "--interval", "0.3", *words)
     assert "ops/s" in shown.stdout
+
+
+def test_a_command_is_stopped_before_it_is_told_to_go_on(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    child = start_stopped(["touch", str(made)])
+    assert Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    assert not made.exists()
+    child.send_signal(signal.SIGCONT)
+    assert child.wait(30) == 0
+    assert made.exists()

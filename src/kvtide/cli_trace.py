@@ -155,11 +155,11 @@ def _started(ask: Ask, own: Path) -> Iterator[subprocess.Popen[bytes] | None]:
     if not ask.command:
         yield None
         return
-    # The shell stops itself, and becomes the command when it is told to go on.
-    script = ["/bin/sh", "-c", 'kill -STOP $$; exec "$@"', "sh", *ask.command]
+    from kvtide.trace.live import start_stopped
+
     if _which(ask.command[0]) is None:
         raise ConfigError(f"{printable(ask.command[0])}: no such command")
-    child = subprocess.Popen(script, env=os.environ | {RUN_TRACE: str(own)})
+    child = start_stopped(ask.command, env=os.environ | {RUN_TRACE: str(own)})
     try:
         yield child
     finally:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from kvtide.stores.device import sync_file_system
 from kvtide.stores.explain import Explained, explain
 from kvtide.stores.watch import Watch
 from kvtide.trace.file import About, TracedFile, TraceFile, TraceWriter
+from kvtide.trace.live import start_stopped
 from kvtide.units import printable
 
 
@@ -64,8 +64,7 @@ def explain_run(
     caps = caps_of(store)
     if not caps.name:
         raise UnsupportedError(f"no block device is under {store}; type a folder on a disk")
-    # The shell stops itself, and becomes the command when it is told to go on: nothing of it is missed.
-    child = subprocess.Popen(["/bin/sh", "-c", 'kill -STOP $$; exec "$@"', "sh", *command])
+    child = start_stopped(command)
     capture = None
     try:
         capture = Capture(CaptureOptions(device=caps.number, pids=(child.pid,), has_uring=False))

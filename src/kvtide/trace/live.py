@@ -10,10 +10,10 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import polars as pl
@@ -173,3 +173,14 @@ def _text(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
+
+
+def start_stopped(command: Sequence[str], **more: Any) -> subprocess.Popen[bytes]:
+    """Start a command that waits, stopped, for SIGCONT: nothing of it is missed. Returns once it is stopped, or ended.
+
+    A shell stops itself, and becomes the command when it is told to go on. A SIGCONT sent before that would be lost.
+    `more` is for `Popen`.
+    """
+    child = subprocess.Popen(["/bin/sh", "-c", 'kill -STOP $$; exec "$@"', "sh", *command], **more)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    return child
