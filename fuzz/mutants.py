@@ -38,7 +38,10 @@ def main() -> int:
     for name in stale:
         print(f"out of date  {name}: its old text is not once in {known[name].file}")
     began, verdicts = time.monotonic(), dict[str, str]()
-    with tempfile.TemporaryDirectory(prefix="kvtide-mutants-") as folder, ThreadPoolExecutor(args.jobs) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="kvtide-mutants-", ignore_cleanup_errors=True) as folder,
+        ThreadPoolExecutor(args.jobs) as pool,
+    ):
         tree, fresh = Path(folder) / "tree", [mutant for mutant in chosen if mutant.name not in stale]
         copy_tree(ROOT, tree)  # which may change meanwhile
         for mutant, verdict in zip(fresh, pool.map(lambda one: attempt(one, tree), fresh), strict=True):
