@@ -23,8 +23,9 @@ SIGNS = {"pass": "pass", "fail": "**fail**", "not applicable": "n/a", "cannot te
 INTRO = """# What the checks say of each target
 
 Written by `make check-peers`: `kvtide check` of kvtide's tiers and of every other target that installs where it ran,
-each with its own configuration objects and keys, unmodified, faults injected from outside. What a check does: docs/check.md.
-Verdicts: pass, fail, n/a (the target has nothing of the kind, or is never told of what differs), ? (cannot tell).
+each with its own configuration objects and keys, unmodified, faults injected from outside. What a check does:
+docs/check.md. Verdicts: pass, fail, n/a (the target has nothing of the kind, or is never told of what differs),
+? (cannot tell).
 
 As they are configured here, none of the other projects' targets promises to checksum values, to sync them to the drive
 or to put the build of the engine into keys: a fail says what users see, and not that a promise is broken. A failure is
