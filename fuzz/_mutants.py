@@ -184,8 +184,8 @@ MUTANTS = (
         "checkpoint-stays",
         "a checkpoint is used again after a kill",
         _tiers("checkpoint"),
-        "    file.unlink()\n    _sync_directory(path)",
-        "    _sync_directory(path)",
+        "    file.unlink()\n    sync_directory(path)",
+        "    sync_directory(path)",
         (TIER,),
     ),
     Mutant(

@@ -96,11 +96,6 @@ class Bench:
         self.traits, self.powers = self._idle.traits, self._idle.powers
         self.size = self.fitting(SIZE)
 
-    @property
-    def traits_name(self) -> str:
-        """Name and version of what is checked."""
-        return f"{self.traits.name} ({self.traits.package} {self.traits.version})"
-
     def fitting(self, size: int) -> int:
         """Return the size of values next to `size` that the target takes."""
         step = self.traits.value_multiple

@@ -7,7 +7,8 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from dataclasses import replace
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,18 @@ CHUNK_TOKENS, NUM_LAYERS = 16, 2
 ROOM_BYTES = 256 << 20  # where a setup bounds nothing
 STAGING_BYTES = 64 << 20
 _LAYOUTS = {"layer-first": Layout.LAYER_MAJOR, "page-first": Layout.BLOCK_FIRST}
+
+
+TIER_TRAITS = Traits(
+    *("tier", "kvtide", kvtide.__version__),
+    has_memory=True,
+    can_overwrite=True,
+    facts=tuple(FACTS),
+    has_salt=True,
+    chunk_tokens=CHUNK_TOKENS,
+    value_multiple=CHUNK_TOKENS * NUM_LAYERS * 2,
+)
+"""What every target over a tier has; each says what is its own."""
 
 
 def identity_of(setup: Setup) -> Identity:
@@ -191,19 +204,14 @@ class TierTarget:
 class FileTarget(TierTarget):
     """`kvtide.tiers.FileTier` over one preallocated file."""
 
-    traits: ClassVar[Traits] = Traits(
-        *("file", "kvtide", kvtide.__version__),
+    traits: ClassVar[Traits] = replace(
+        TIER_TRAITS,
+        name="file",
         is_bounded=True,
         is_durable=True,
         is_on_disk=True,
         is_checksummed=True,
         can_be_direct=True,
-        has_memory=True,
-        can_overwrite=True,
-        facts=tuple(FACTS),
-        has_salt=True,
-        chunk_tokens=CHUNK_TOKENS,
-        value_multiple=CHUNK_TOKENS * NUM_LAYERS * 2,
         note="the file tier, written in three steps, the group not used for the longest time gives way",
     )
 
@@ -229,17 +237,7 @@ class FileTarget(TierTarget):
 class MemoryTarget(TierTarget):
     """`kvtide.tiers.MemoryTier`, held in DRAM."""
 
-    traits: ClassVar[Traits] = Traits(
-        *("memory", "kvtide", kvtide.__version__),
-        is_bounded=True,
-        has_memory=True,
-        can_overwrite=True,
-        facts=tuple(FACTS),
-        has_salt=True,
-        chunk_tokens=CHUNK_TOKENS,
-        value_multiple=CHUNK_TOKENS * NUM_LAYERS * 2,
-        note="the tier in DRAM",
-    )
+    traits: ClassVar[Traits] = replace(TIER_TRAITS, name="memory", is_bounded=True, note="the tier in DRAM")
 
     def _open(self) -> Tier:
         return MemoryTier(self._layout, self._setup.capacity_bytes or ROOM_BYTES)
@@ -265,10 +263,9 @@ class ChunksTarget:
         self._setup = setup
         facts = {**setup.identity, "salt": setup.salt}
         options = ChunkOptions(setup.directory, ROOM_BYTES, setup.value_bytes, MODEL, facts, setup.identity["weights"])
-        capacity = setup.capacity_bytes or PAGE_BYTES + ROOM_BYTES // options.slot_layout().slot_bytes * (
-            options.slot_layout().slot_bytes
-        )
-        self._store = ChunkStore(ChunkOptions(setup.directory, capacity, *_rest(options)))
+        slot_bytes = options.slot_layout().slot_bytes
+        capacity = setup.capacity_bytes or PAGE_BYTES + ROOM_BYTES // slot_bytes * slot_bytes
+        self._store = ChunkStore(replace(options, capacity_bytes=capacity))
         self._num = max(1, (setup.memory_bytes or STAGING_BYTES) // setup.value_bytes)
         self._jobs: dict[int, tuple[Transfer, npt.NDArray[np.uint8]]] = {}
         self._numbers = itertools.count()
@@ -350,10 +347,6 @@ class ChunksTarget:
         if not len(rows):
             return np.zeros(0, np.uint64)
         return np.arange(len(rows), dtype=np.uint64) * np.uint64(rows.shape[1]) + np.uint64(address_of(rows))
-
-
-def _rest(options: ChunkOptions) -> tuple[Any, ...]:
-    return options.chunk_bytes, options.model, options.facts, options.weights_digest
 
 
 def _values(rows: npt.NDArray[np.uint8], statuses: npt.NDArray[np.uint8], size: int) -> list[bytes | None]:

@@ -13,13 +13,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import ClassVar
 
 import kvtide
-from kvtide.check.contract import FACTS, Setup, Traits
-from kvtide.check.own import CHUNK_TOKENS, NUM_LAYERS, TierTarget
+from kvtide.check.contract import Setup, Traits
+from kvtide.check.own import TIER_TRAITS, TierTarget
 from kvtide.errors import IoError, UnsupportedError
 from kvtide.tiers.contract import Tier
 from kvtide.tiers.dial import open_remote
@@ -34,6 +35,9 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:  # what is missing is said where it is used
         return "not installed"
+
+
+REMOTE_TRAITS = replace(TIER_TRAITS, is_durable=True, is_checksummed=True, can_be_shared=True)
 
 
 class RemoteTarget(TierTarget):
@@ -60,17 +64,11 @@ class RemoteTarget(TierTarget):
 class ValkeyTarget(RemoteTarget):
     """Over a Valkey or Redis server on a unix socket."""
 
-    traits: ClassVar[Traits] = Traits(
-        *("valkey", "valkey", _version("valkey")),
-        is_durable=True,
-        is_checksummed=True,
-        has_memory=True,
-        can_be_shared=True,
-        can_overwrite=True,
-        facts=tuple(FACTS),
-        has_salt=True,
-        chunk_tokens=CHUNK_TOKENS,
-        value_multiple=CHUNK_TOKENS * NUM_LAYERS * 2,
+    traits: ClassVar[Traits] = replace(
+        REMOTE_TRAITS,
+        name="valkey",
+        package="valkey",
+        version=_version("valkey"),
         note=f"kvtide {kvtide.__version__} over a server that keeps nothing on disk",
     )
 
@@ -92,17 +90,11 @@ class ValkeyTarget(RemoteTarget):
 class MooncakeTarget(RemoteTarget):
     """Over a Mooncake master and the memory of one process, as `kvtide remote up mooncake` starts them."""
 
-    traits: ClassVar[Traits] = Traits(
-        *("mooncake", "mooncake-transfer-engine-non-cuda", _version("mooncake-transfer-engine-non-cuda")),
-        is_durable=True,
-        is_checksummed=True,
-        has_memory=True,
-        can_be_shared=True,
-        can_overwrite=True,
-        facts=tuple(FACTS),
-        has_salt=True,
-        chunk_tokens=CHUNK_TOKENS,
-        value_multiple=CHUNK_TOKENS * NUM_LAYERS * 2,
+    traits: ClassVar[Traits] = replace(
+        REMOTE_TRAITS,
+        name="mooncake",
+        package="mooncake-transfer-engine-non-cuda",
+        version=_version("mooncake-transfer-engine-non-cuda"),
         note=f"kvtide {kvtide.__version__} over a master and {SEGMENT} of memory on this machine",
     )
 

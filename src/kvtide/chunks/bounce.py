@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.io.ops import PAGE_BYTES, address_of, aligned_buffer
+from kvtide.io.ops import PAGE_BYTES, address_of, aligned_buffer, copy_bytes
 from kvtide.spec import SlotLayout
 
 Addresses = npt.NDArray[np.uint64]
@@ -59,6 +58,4 @@ class Bounce:
         return bases[:, None] + self._piece_starts
 
     def _copy(self, sources: Addresses, targets: Addresses) -> None:
-        sizes = itertools.cycle(self._pieces)
-        for source, target, size in zip(sources.ravel().tolist(), targets.ravel().tolist(), sizes, strict=False):
-            ctypes.memmove(target, source, size)
+        copy_bytes(sources, targets, self._pieces * len(sources))

@@ -6,6 +6,8 @@ Python loop. This file knows no kernel and no file format.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
@@ -69,6 +71,12 @@ class Engine(Protocol):
 def address_of(array: npt.NDArray[np.generic]) -> int:
     """Address of the array's first byte, for the `address` field."""
     return int(array.__array_interface__["data"][0])
+
+
+def copy_bytes(sources: npt.NDArray[np.uint64], targets: npt.NDArray[np.uint64], sizes: Iterable[int]) -> None:
+    """Copy runs of this process's memory from address to address. Shapes: sources and targets alike; a size each."""
+    for source, target, size in zip(sources.ravel().tolist(), targets.ravel().tolist(), sizes, strict=True):
+        ctypes.memmove(target, source, size)
 
 
 def aligned_buffer(num_bytes: int, align: int = PAGE_BYTES) -> npt.NDArray[np.uint8]:

@@ -69,7 +69,6 @@ class Commits:
         self._pending_bytes = self._num_awaited = self._num_flushing = 0
         self._recent: dict[int, int] = {}  # thread: when it added last
         self._is_closed = self._is_committing = False
-        self.num_commits = 0
         self._thread = threading.Thread(target=self._run, name="kvtide-memory", daemon=True)
         self._thread.start()
 
@@ -136,7 +135,6 @@ class Commits:
             except BaseException as failed:  # those who wait get it
                 error = failed
             with self._changed:
-                self.num_commits += error is None
                 self._is_committing = False
                 for ticket in group:
                     ticket.error, ticket.is_done = error, True

@@ -25,6 +25,7 @@ import xxhash
 from kvtide.errors import ConfigError, FormatError
 from kvtide.recall.contract import DIM_MAX
 from kvtide.recall.scores import METRICS, Metric
+from kvtide.tiers.guard import sync_directory, write_whole
 from kvtide.tiers.owner import lock, named
 from kvtide.units import printable
 
@@ -91,7 +92,7 @@ class Place:
         return kept
 
     def _refuse_foreign(self) -> None:
-        foreign = sorted({one.name for one in self.path.iterdir()} - {"owner.lock", "memory.json.new"})
+        foreign = sorted({one.name for one in self.path.iterdir()} - {"owner.lock", "memory.json.partial"})
         if foreign:
             (self.path / "owner.lock").unlink(missing_ok=True)
             raise ConfigError(
@@ -159,11 +160,7 @@ def sync_folder(path: Path) -> None:
     Raises: IoError.
     """
     with named(path):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_directory(path)
 
 
 def read_json(path: Path) -> dict[str, object] | None:
@@ -196,15 +193,8 @@ def write_json(path: Path, what: dict[str, object], *, is_named: bool = True) ->
 
     Raises: IoError.
     """
-    new = path.with_name(path.name + ".new")
     with named(path):
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, json.dumps(what | {"check": _check(what)}).encode())
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        new.rename(path)
+        write_whole(path, json.dumps(what | {"check": _check(what)}).encode())
     if is_named:
         sync_folder(path.parent)
 

@@ -14,7 +14,7 @@ import xxhash
 
 from kvtide.spec import SlotLayout
 from kvtide.tiers.file import FileTier
-from kvtide.tiers.guard import partial_of, read_file, write_whole
+from kvtide.tiers.guard import partial_of, read_file, sync_directory, write_whole
 from kvtide.tiers.header import FORMAT_VERSION, HeaderCodec
 
 CHECKPOINT = "checkpoint.kvt"
@@ -54,7 +54,7 @@ def take_checkpoint(path: Path, tier: FileTier, layout: SlotLayout, identity_dig
         return False
     body = read_checkpoint(file, tier, num_before)
     file.unlink()
-    _sync_directory(path)  # or a power cut could bring it back, older than the slots
+    sync_directory(path)  # or a power cut could bring it back, older than the slots
     return adopt_checkpoint(body, tier, layout, identity_digest)
 
 
@@ -93,11 +93,3 @@ def adopt_checkpoint(body: bytes, tier: FileTier, layout: SlotLayout, identity_d
     tier.adopt(slots, decoded, kept)
     tier.write_after(int(head["sequence"]))
     return True
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

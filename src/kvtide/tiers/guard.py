@@ -130,3 +130,12 @@ def write_whole(path: Path, content: bytes) -> None:
 def partial_of(path: Path) -> Path:
     """Return the name that `write_whole` writes `path` under until it is whole."""
     return path.with_name(path.name + ".partial")
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -6,7 +6,6 @@ and counted: a near tier has it, or it is offered again. The thread lives while 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import threading
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.io.ops import address_of, aligned_buffer
+from kvtide.io.ops import address_of, aligned_buffer, copy_bytes
 from kvtide.io.process import Opener
 from kvtide.tiers.contract import FAILED, OK, Cause, GroupRecords, Statuses
 from kvtide.tiers.remote import RemoteTier
@@ -210,6 +209,4 @@ class Outbox:
         return found
 
     def _copy(self, sources: Addresses, targets: Addresses) -> None:
-        sizes = np.broadcast_to(self._lengths, sources.shape).ravel().tolist()
-        for source, target, size in zip(sources.ravel().tolist(), targets.ravel().tolist(), sizes, strict=True):
-            ctypes.memmove(target, source, size)
+        copy_bytes(sources, targets, np.broadcast_to(self._lengths, sources.shape).ravel().tolist())
