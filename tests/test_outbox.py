@@ -24,6 +24,9 @@ from kvtide.tiers.streams import Arrival, Publisher
 from simkv import MODEL, Groups, check_cache, check_slots, group_key, sim_tier
 from test_remote_faults import DictClient
 
+# Another test of this process may have loaded Lance; no child here uses it.
+pytestmark = pytest.mark.filterwarnings("ignore:lance is not fork-safe:UserWarning")
+
 KEYS = [group_key(number) for number in range(6)]
 A, B = list(range(60)), list(range(1000, 1060))
 

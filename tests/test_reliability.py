@@ -29,6 +29,9 @@ from kvtide.tiers.departures import read_departures
 from kvtide.tiers.owner import lock, unlock
 from simkv import Groups, check_slots, group_key
 
+# Another test of this process may have loaded Lance; no child here uses it.
+pytestmark = pytest.mark.filterwarnings("ignore:lance is not fork-safe:UserWarning")
+
 ROOT = Path(__file__).parent.parent
 LAYOUT = small_layout()
 GROUPS = Groups(LAYOUT)
