@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -230,8 +231,11 @@ def test_the_engines_are_listed() -> None:
 
 def loops(under: Path) -> list[str]:
     """Return backing files of loop devices that lie under a folder; deleted ones keep their path."""
-    files = Path("/sys/block").glob("loop*/loop/backing_file")
-    return [text for text in (file.read_text() for file in files) if str(under) in text]
+    found = []
+    for file in Path("/sys/block").glob("loop*/loop/backing_file"):
+        with contextlib.suppress(OSError):  # cleared meanwhile
+            found.append(file.read_text())
+    return [text for text in found if str(under) in text]
 
 
 @needs_loop

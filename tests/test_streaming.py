@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from kvtide.cli_handing import Handing
 from kvtide.integrations.transformers import KvStore
 from kvtide.integrations.transformers.turns import Conversation
+from kvtide.tiers.client import RemoteDown
 from kvtide.tiers.contract import Statuses
 from kvtide.tiers.remote import RemoteOptions, RemoteTier
 from test_handing import DOCUMENT, answer, nothing
@@ -100,7 +101,10 @@ def both(wire: Wire) -> tuple[Any, Any, Any]:
     turn, handed = decode(loaded, wire)
     wire.attended.set()
     thread.join(60)
-    assert bool(failed) == (wire.dies_at >= 0), failed
+    if wire.flips_at < 0:
+        assert bool(failed) == (wire.dies_at >= 0), failed
+    # What arrives corrupt is dropped: a prefill that asks for it after that says that it is not there.
+    assert all(isinstance(error, (RemoteDown, MemoryError)) for error in failed), failed
     return alone, turn, handed
 
 

@@ -29,6 +29,16 @@ def test_file_is_short_documented_and_reads_no_environment(path: Path) -> None:
             assert lines <= FUNCTION_LINES_MAX, f"{node.name} has {lines} lines"
 
 
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.name != "tables.py"], ids=lambda path: path.name)
+def test_polars_is_imported_where_ctrl_c_is_mended(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body.clear()
+    names = [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+    assert "polars" not in names, "from kvtide.tables import pl"
+
+
 def test_importing_kvtide_loads_no_model_library() -> None:
     import subprocess
     import sys

@@ -176,7 +176,7 @@ class LatencyMeter:
 
 
 def _flows(trace: TraceFile) -> list[KvFlow]:
-    import polars as pl
+    from kvtide.tables import pl
 
     parts = [
         frame.group_by("cause").agg(pl.col(name).clip(0).sum() for name in FLOW_COLUMNS)

@@ -64,7 +64,7 @@ class Drill:
 
 def drill_down(trace: TraceFile, limits: DrillLimits) -> Drill | None:
     """Return what lies below some steps of `trace`; None where its objects have no steps."""
-    import polars as pl
+    from kvtide.tables import pl
 
     table, keys = StepTable(), []
     for frame in trace.frames("object", OBJECT_COLUMNS):
@@ -96,7 +96,7 @@ class StepTable:
 
     def add(self, frame: pl.DataFrame) -> None:
         """Add object rows, columns as OBJECT_COLUMNS; those without a step are left out."""
-        import polars as pl
+        from kvtide.tables import pl
 
         moved = pl.col("dram_bytes").clip(0) + pl.col("file_bytes").clip(0)
         steps = (
@@ -124,7 +124,7 @@ class StepTable:
 
     def result(self) -> pl.DataFrame:
         """Return one row a step, ascending by start. `phase`: restore, decode, prefill, or empty if unknown."""
-        import polars as pl
+        from kvtide.tables import pl
 
         if self._steps is None:
             return pl.DataFrame(schema={"step": pl.Int64})
@@ -209,7 +209,7 @@ def longest(frame: pl.DataFrame, num: int, *, of: str, by: pl.Expr) -> pl.DataFr
 
 def with_totals(frame: pl.DataFrame, totals: pl.DataFrame, *, key: str, num: str, size: str) -> pl.DataFrame:
     """Return `frame` with two more columns: how many rows below each row there are, and their bytes; 0 if none."""
-    import polars as pl
+    from kvtide.tables import pl
 
     totals = totals.rename({"num": num, "bytes": size})
     joined = frame.join(totals, left_on="row", right_on=key, how="left", maintain_order="left")
@@ -229,13 +229,13 @@ class _Kept:
         self._totals = self._counted(none)
 
     def _counted(self, frame: pl.DataFrame) -> pl.DataFrame:
-        import polars as pl
+        from kvtide.tables import pl
 
         size = pl.col("length").clip(0).sum().alias("bytes")
         return frame.group_by(self._parent).agg(pl.len().cast(pl.Int64).alias("num"), size)
 
     def add(self, frame: pl.DataFrame) -> None:
-        import polars as pl
+        from kvtide.tables import pl
 
         totals = pl.concat([self._totals, self._counted(frame)])
         self._totals = totals.group_by(self._parent).agg(pl.col("num", "bytes").sum())
@@ -248,7 +248,7 @@ class _Kept:
 
 def _numbered(frames: Iterable[pl.DataFrame]) -> Iterable[pl.DataFrame]:
     """Yield frames with `row`: the number of each row in the level."""
-    import polars as pl
+    from kvtide.tables import pl
 
     first = 0
     for frame in frames:
@@ -257,7 +257,7 @@ def _numbered(frames: Iterable[pl.DataFrame]) -> Iterable[pl.DataFrame]:
 
 
 def _objects(trace: TraceFile, steps: Ints, limit: int) -> pl.DataFrame:
-    import polars as pl
+    from kvtide.tables import pl
 
     num = _share(limit, len(steps), most=limit)
     parts: list[pl.DataFrame] = []
@@ -269,7 +269,7 @@ def _objects(trace: TraceFile, steps: Ints, limit: int) -> pl.DataFrame:
 
 def _ops(trace: TraceFile, index: ObjectIndex, objects: Ints, limit: int) -> tuple[pl.DataFrame, pl.DataFrame, int]:
     """Return ops of `objects`, the totals of each object, and how many ops of the trace have no object."""
-    import polars as pl
+    from kvtide.tables import pl
 
     none = empty("op").select(OP_COLUMNS).with_columns(row=pl.lit(0, pl.Int64), object=pl.lit(0, pl.Int64))
     kept = _Kept(none, parent="object", num=_share(limit, len(objects), most=64))
@@ -283,7 +283,7 @@ def _ops(trace: TraceFile, index: ObjectIndex, objects: Ints, limit: int) -> tup
 
 
 def _commands(trace: TraceFile, ops: Ints, limit: int) -> tuple[pl.DataFrame, pl.DataFrame]:
-    import polars as pl
+    from kvtide.tables import pl
 
     none = empty("block").select(COMMAND_COLUMNS)
     kept = _Kept(none, parent="op", num=_share(limit, len(ops), most=32))

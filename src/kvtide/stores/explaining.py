@@ -54,8 +54,7 @@ def explain_run(
 
     Raises: UnsupportedError where the kernel may not be traced; ConfigError for what cannot be run.
     """
-    import polars as pl
-
+    from kvtide.tables import pl
     from kvtide.trace.kernel import Capture, CaptureOptions
 
     if shutil.which(command[0]) is None:

@@ -42,8 +42,7 @@ class Recorded:
 @contextmanager
 def recording(device: int, folder: Path, *, is_own: bool) -> Iterator[Recorded]:
     """Record what the device does inside; `folder` must lie elsewhere. Only of a device of one's own."""
-    import polars as pl
-
+    from kvtide.tables import pl
     from kvtide.trace.kernel import Capture, CaptureOptions
 
     recorded = Recorded()

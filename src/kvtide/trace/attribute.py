@@ -81,7 +81,7 @@ class OpIndex:
 
     def attribute(self, block: pl.DataFrame) -> pl.DataFrame:
         """Return block rows with `op`, `cause` and `layer` of the op each one carries."""
-        import polars as pl
+        from kvtide.tables import pl
 
         queued, issued = block["queue_ns"].to_numpy(), block["time_ns"].to_numpy()
         time_ns = np.where(queued == UNKNOWN, issued, queued)

@@ -97,7 +97,7 @@ COLUMNS: dict[str, dict[str, str]] = {
 
 def schema(level: str) -> dict[str, pl.DataType]:
     """Return the polars type of each column of `level`."""
-    import polars as pl
+    from kvtide.tables import pl
 
     cause = pl.Enum([*CAUSES, UNKNOWN_CAUSE])
     return {name: cause if kind == "cause" else getattr(pl, kind)() for name, kind in COLUMNS[level].items()}
@@ -105,7 +105,7 @@ def schema(level: str) -> dict[str, pl.DataType]:
 
 def empty(level: str) -> pl.DataFrame:
     """Return a frame of `level` without rows."""
-    import polars as pl
+    from kvtide.tables import pl
 
     return pl.DataFrame(schema=schema(level))
 
@@ -116,7 +116,7 @@ def shaped(level: str, frame: pl.DataFrame) -> pl.DataFrame:
     Unknown is UNKNOWN in numbers, false in booleans, empty in texts, `unknown` in causes and NaN in fractions.
     Raises: polars' errors where a column does not convert.
     """
-    import polars as pl
+    from kvtide.tables import pl
 
     columns = []
     for name, dtype in schema(level).items():
@@ -137,7 +137,7 @@ def flags_of(rwbs: pl.Expr) -> pl.Expr:
     A leading F is a flush before the write, an F after it is forced unit access.
     Source: blk_fill_rwbs, kernel/trace/blktrace.c.
     """
-    import polars as pl
+    from kvtide.tables import pl
 
     body = rwbs.str.strip_prefix("F")
     kinds = {"R": READ, "W": WRITE, "D": DISCARD, "E": DISCARD, "Z": WRITE}

@@ -131,7 +131,7 @@ class TraceWriter:
 
     def finish(self, about: About) -> int:
         """Write the file; return the number of its rows. `about.rows` and unset times are filled in."""
-        import polars as pl
+        from kvtide.tables import pl
 
         for level in LEVELS:
             self._spill(level)
@@ -159,7 +159,7 @@ class TraceWriter:
         self.close()
 
     def _spill(self, level: str) -> None:
-        import polars as pl
+        from kvtide.tables import pl
 
         frames = self._pending[level]
         if not frames:
@@ -179,7 +179,7 @@ class TraceWriter:
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        import polars as pl
+        from kvtide.tables import pl
 
         try:
             yield
@@ -210,7 +210,7 @@ class TraceFile:
 
         Without nulls, see `events`. Columns: all, or those named.
         """
-        import polars as pl
+        from kvtide.tables import pl
 
         start = sum(self.about.rows.get(name, 0) for name in LEVELS[: LEVELS.index(level)])
         num = self.about.rows.get(level, 0)
@@ -230,7 +230,7 @@ class TraceFile:
 
     def frame(self, level: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """Return all rows of `level` at once: for levels known to be small."""
-        import polars as pl
+        from kvtide.tables import pl
 
         frames = list(self.frames(level, columns))
         wanted = list(columns or schema(level))
@@ -238,8 +238,9 @@ class TraceFile:
 
 
 def _read_about(path: Path) -> About:
-    import polars as pl
     from pydantic import TypeAdapter, ValidationError
+
+    from kvtide.tables import pl
 
     try:
         with path.open("rb") as file:

@@ -98,7 +98,7 @@ class Meter:
 
     def _inside(self, frame: pl.DataFrame) -> pl.DataFrame:
         """Return the rows of the time asked for: of an event its start, or its end where the start is not known."""
-        import polars as pl
+        from kvtide.tables import pl
 
         at = pl.col("time_ns")
         if "complete_ns" in frame.columns:

@@ -57,7 +57,7 @@ class Gauges:
 
     def sample(self) -> pl.DataFrame:
         """Return what happened since the last call, as sample rows."""
-        import polars as pl
+        from kvtide.tables import pl
 
         now, last = self._read(), self._last
         self._last = now

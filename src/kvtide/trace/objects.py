@@ -88,7 +88,7 @@ class ObjectMeter:
 
     def add(self, frame: pl.DataFrame) -> None:
         """Add object rows, columns as COLUMNS_USED."""
-        import polars as pl
+        from kvtide.tables import pl
 
         moved = pl.col("dram_bytes").clip(0) + pl.col("file_bytes").clip(0)
         is_restore = (pl.col("cause") == "restore") & (moved > 0)
@@ -122,7 +122,7 @@ class ObjectMeter:
         )
 
     def _add_totals(self, frame: pl.DataFrame, moved: pl.Expr, is_restore: pl.Expr) -> None:
-        import polars as pl
+        from kvtide.tables import pl
 
         wanted = pl.col("wanted_bytes").clip(0)
         share = (moved / wanted.clip(1)).clip(0, 1)

@@ -141,7 +141,7 @@ class Recorder:
 
         Raises: ConfigError if `path` cannot be a file; IoError where it cannot be written.
         """
-        import polars as pl
+        from kvtide.tables import pl
 
         about = about or About()
         about.source = about.source or "kvtide"
@@ -162,7 +162,7 @@ class Recorder:
 
 def _samples(choices: list[tuple[int, int, dict[str, float]]]) -> pl.DataFrame:
     """Return the rows of level `sample`: one a figure of each decision."""
-    import polars as pl
+    from kvtide.tables import pl
 
     rows = [
         (time_ns, "kvtide", f"sequence {sequence}", name, float(value))

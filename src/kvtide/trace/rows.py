@@ -115,7 +115,7 @@ def data_rows(level: str, frame: pl.DataFrame) -> Rows:
 
 def split_calls(frame: pl.DataFrame) -> tuple[pl.DataFrame, Calls]:
     """Return the calls that move data, and what all calls come to."""
-    import polars as pl
+    from kvtide.tables import pl
 
     name, took = pl.col("name"), pl.col("complete_ns") - pl.col("time_ns")
     is_timed = (pl.col("complete_ns") != UNKNOWN) & (pl.col("time_ns") != UNKNOWN)

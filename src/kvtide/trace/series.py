@@ -51,7 +51,7 @@ class SampleMeter:
 
     def add(self, frame: pl.DataFrame) -> None:
         """Add sample rows. Rows of one moment should come together."""
-        import polars as pl
+        from kvtide.tables import pl
 
         frame = frame.filter(pl.col("value").is_not_nan())
         sums = frame.group_by("source", "subject", "name").agg(pl.col("value").sum(), pl.len().alias("num"))
@@ -91,7 +91,7 @@ class SampleMeter:
 
     def busiest(self, window_ns: int) -> Slice | None:
         """Return means of the disk that moves most bytes, as a slice: sizes and times are means, not percentiles."""
-        import polars as pl
+        from kvtide.tables import pl
 
         if self._disks is None:
             return None
@@ -117,7 +117,7 @@ def _fill(side: Side, *, ops: float, took_ns: float, num_bytes: float, num: int)
 
 def _disks(frame: pl.DataFrame) -> pl.DataFrame | None:
     """Return sums over the moments at which rates, times and depth are all known, a row for each subject."""
-    import polars as pl
+    from kvtide.tables import pl
 
     known = {alias: name for name, aliases in NAMES.items() for alias in aliases}
     frame = frame.filter(pl.col("name").is_in([*known, *RATES]))

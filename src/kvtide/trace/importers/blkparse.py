@@ -38,7 +38,7 @@ class Blkparse:
 
     def feed(self, lines: pl.DataFrame, sink: Sink) -> None:
         """Take a piece."""
-        import polars as pl
+        from kvtide.tables import pl
 
         self._pairs = self._pairs or BlockPairs(sink)
         told = lines.with_columns(pl.col("text").str.extract_groups(LINE).alias("found")).unnest("found")
@@ -71,7 +71,7 @@ class Blkparse:
 
 def _events(told: pl.DataFrame) -> pl.DataFrame:
     """Return events as `BlockPairs` wants them."""
-    import polars as pl
+    from kvtide.tables import pl
 
     is_end = pl.col("kind") == COMPLETE
     return told.select(

@@ -142,7 +142,7 @@ class Blktrace:
     def _events(
         self, records: npt.NDArray[np.void], kinds: npt.NDArray[np.uint8], category: npt.NDArray[np.uint32]
     ) -> pl.DataFrame:
-        import polars as pl
+        from kvtide.tables import pl
 
         flags = np.zeros(len(records), np.int32)
         for bit, flag in FLAGS.items():

@@ -24,7 +24,7 @@ class Cheops:
 
     def feed(self, lines: pl.DataFrame, sink: Sink) -> None:
         """Take a piece."""
-        import polars as pl
+        from kvtide.tables import pl
 
         parts = pl.col("text").str.splitn(",", 5)
         field = [parts.struct.field(f"field_{index}").str.strip_chars() for index in range(5)]

@@ -32,7 +32,7 @@ class Msr:
 
     def feed(self, lines: pl.DataFrame, sink: Sink) -> None:
         """Take a piece."""
-        import polars as pl
+        from kvtide.tables import pl
 
         field = _fields(7)
         kind = field[3].str.to_lowercase()
@@ -70,7 +70,7 @@ class Alibaba:
 
     def feed(self, lines: pl.DataFrame, sink: Sink) -> None:
         """Take a piece."""
-        import polars as pl
+        from kvtide.tables import pl
 
         field = _fields(5)
         told = lines.with_columns(
@@ -93,14 +93,14 @@ class Alibaba:
 
 
 def _fields(num: int) -> list[pl.Expr]:
-    import polars as pl
+    from kvtide.tables import pl
 
     parts = pl.col("text").str.splitn(",", num)
     return [parts.struct.field(f"field_{at}").str.strip_chars() for at in range(num)]
 
 
 def _add(rows: pl.DataFrame, sink: Sink) -> None:
-    import polars as pl
+    from kvtide.tables import pl
 
     rows = rows.with_columns(
         sink.device_numbers(rows["disk"]).alias("device"),

@@ -19,7 +19,7 @@ SECONDS, MILLISECONDS, MICROSECONDS, NANOSECONDS = 9, 6, 3, 0  # decimal places 
 
 def integer(text: pl.Expr, *, most: int = BYTES_MAX) -> pl.Expr:
     """Return whole numbers from -`most` to `most`; null for any other text."""
-    import polars as pl
+    from kvtide.tables import pl
 
     number = text.str.strip_chars().cast(pl.Int64, strict=False)
     return pl.when(number.is_between(-most, most)).then(number)
@@ -27,14 +27,14 @@ def integer(text: pl.Expr, *, most: int = BYTES_MAX) -> pl.Expr:
 
 def small(text: pl.Expr) -> pl.Expr:
     """Return whole numbers of 32 bits; null for any other text."""
-    import polars as pl
+    from kvtide.tables import pl
 
     return text.str.strip_chars().cast(pl.Int32, strict=False)
 
 
 def number(text: pl.Expr) -> pl.Expr:
     """Return finite numbers; null for any other text. A comma may stand for the decimal point."""
-    import polars as pl
+    from kvtide.tables import pl
 
     value = text.str.strip_chars().str.replace(",", ".", literal=True).cast(pl.Float64, strict=False)
     return pl.when(value.is_finite()).then(value)
@@ -45,7 +45,7 @@ def time_ns(text: pl.Expr, unit: int) -> pl.Expr:
 
     Null if negative, no number or above TIME_NS_MAX. Digits below 1 ns are cut off.
     """
-    import polars as pl
+    from kvtide.tables import pl
 
     parts = text.str.strip_chars().str.splitn(".", 2)
     whole = parts.struct.field("field_0").cast(pl.Int64, strict=False)
@@ -58,7 +58,7 @@ def time_ns(text: pl.Expr, unit: int) -> pl.Expr:
 
 def sector(text: pl.Expr) -> pl.Expr:
     """Return sectors as UInt64; null if their byte does not fit 63 bits. NO_SECTOR, also written -1, stays."""
-    import polars as pl
+    from kvtide.tables import pl
 
     found = text.str.replace(r"^-1$", str(NO_SECTOR)).cast(pl.UInt64, strict=False)
     return pl.when((found < BYTES_MAX // SECTOR_BYTES) | (found == NO_SECTOR)).then(found)
@@ -66,7 +66,7 @@ def sector(text: pl.Expr) -> pl.Expr:
 
 def sector_offset(sectors: pl.Expr) -> pl.Expr:
     """Return the byte a sector begins at; null for NO_SECTOR."""
-    import polars as pl
+    from kvtide.tables import pl
 
     return pl.when(sectors != NO_SECTOR).then(sectors.cast(pl.Int64, strict=False) * SECTOR_BYTES)
 
@@ -78,7 +78,7 @@ def sectors_bytes(text: pl.Expr) -> pl.Expr:
 
 def device(major: pl.Expr, minor: pl.Expr) -> pl.Expr:
     """Return `major << 20 | minor` from two texts; null where Linux has no such number."""
-    import polars as pl
+    from kvtide.tables import pl
 
     high, low = integer(major), integer(minor)
     return pl.when(high.is_between(0, 4095) & low.is_between(0, (1 << 20) - 1)).then(high * (1 << 20) + low)

@@ -51,7 +51,7 @@ class FioLog:
 
     def feed(self, lines: pl.DataFrame, sink: Sink) -> None:
         """Take a piece."""
-        import polars as pl
+        from kvtide.tables import pl
 
         text = pl.col("text")
         parts = text.str.splitn(",", FIELDS_MAX)
@@ -80,7 +80,7 @@ class FioLog:
             sink.note("fio logs completions in whole ms; the start of an operation is its completion less its latency.")
 
     def _add(self, rows: pl.DataFrame, sink: Sink) -> None:
-        import polars as pl
+        from kvtide.tables import pl
 
         sink.clock(rows["time_ns"])
         is_op = (pl.col("length") > 0) & (pl.col("direction") < 2) & pl.lit(self._kind in {"lat", "clat"})
@@ -119,7 +119,7 @@ class FioLog:
         Theory. The latencies of a time add up to that time, times the operations in flight. In the wrong unit this
         depth comes out a thousand times too small.
         """
-        import polars as pl
+        from kvtide.tables import pl
 
         assert self._layout is not None
         if "lat" not in self._kind or "priority" in self._layout:
@@ -139,7 +139,7 @@ class FioLog:
 
 def _layout(sample: pl.DataFrame) -> dict[str, int]:
     """Return which field each column is, from the number of fields and from what they hold."""
-    import polars as pl
+    from kvtide.tables import pl
 
     num = int(sample["num_fields"].mode().max() or 0)  # type: ignore[call-overload]
     sample = sample.filter(pl.col("num_fields") == num)
@@ -157,7 +157,7 @@ def _layout(sample: pl.DataFrame) -> dict[str, int]:
 
 def _columns(told: pl.DataFrame, layout: dict[str, int], unit: int | None) -> pl.DataFrame:
     """Return `told` with the columns of a log as numbers. `unit`: of latencies; None: plain figures."""
-    import polars as pl
+    from kvtide.tables import pl
 
     field = {name: pl.col(f"f{at}") for name, at in layout.items()}
     nothing = pl.lit(None, pl.Int64)

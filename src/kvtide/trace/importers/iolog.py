@@ -35,7 +35,7 @@ class Iolog:
 
     def feed(self, lines: pl.DataFrame, sink: Sink) -> None:
         """Take a piece."""
-        import polars as pl
+        from kvtide.tables import pl
 
         text = pl.col("text")
         found = lines.select(text.str.extract(TITLE).drop_nulls()).to_series()
@@ -73,7 +73,7 @@ class Iolog:
 
     def _with_waits(self, told: pl.DataFrame) -> pl.DataFrame:
         """Return `told` with times: the waits up to each line, added up."""
-        import polars as pl
+        from kvtide.tables import pl
 
         told = told.with_columns(
             pl.when(pl.col("action") == "wait")
@@ -87,7 +87,7 @@ class Iolog:
         return told
 
     def _add(self, rows: pl.DataFrame, sink: Sink) -> None:
-        import polars as pl
+        from kvtide.tables import pl
 
         for name in rows["file"].unique(maintain_order=True).to_list():
             if name not in self._number_of_file:

@@ -39,7 +39,7 @@ class MlPerf:
 
     def feed(self, lines: pl.DataFrame, sink: Sink) -> None:
         """Take a piece."""
-        import polars as pl
+        from kvtide.tables import pl
 
         told = lines.with_columns(pl.col("text").str.extract_groups(LINE).alias("found")).unnest("found")
         operation, phase = pl.col("operation").str.to_lowercase(), pl.col("phase").str.to_lowercase()
@@ -82,7 +82,7 @@ class MlPerf:
 
 
 def _cause(phase: pl.Expr, is_write: pl.Expr) -> pl.Expr:
-    import polars as pl
+    from kvtide.tables import pl
 
     cause: pl.Expr = pl.lit(UNKNOWN_CAUSE)
     for (name, writes), ours in CAUSES.items():

@@ -61,7 +61,7 @@ class BlockPairs:
             self._sink.about.health.has_completions = self._has_completions
 
     def _match(self, events: pl.DataFrame, *, is_last: bool) -> None:
-        import polars as pl
+        from kvtide.tables import pl
 
         events = events if self._open is None else pl.concat([self._open, events])
         kind, times = events["kind"].to_numpy(), events["time_ns"].to_numpy()
@@ -82,7 +82,7 @@ class BlockPairs:
 
     def _emit(self, events: pl.DataFrame, rows: Ints, ended: Ints, queued: Ints, *, is_lone: bool = False) -> None:
         """Add the rows that events at `rows` stand for: issues, or with `is_lone` completions without one."""
-        import polars as pl
+        from kvtide.tables import pl
 
         ends = rows if is_lone else ended[rows]
         starts = np.full(len(rows), NONE) if is_lone else queued[rows]
@@ -110,7 +110,7 @@ class Stitches:
 
     def add(self, events: pl.DataFrame, *, is_last: bool = False) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
         """Return starts with their ends beside them (columns `end_...`), starts given up, and ends without a start."""
-        import polars as pl
+        from kvtide.tables import pl
 
         events = events if self._open is None else pl.concat([self._open, events])
         times, is_end = events["time_ns"].to_numpy(), events["is_end"].to_numpy()

@@ -62,7 +62,7 @@ def _frames(rows: Mapping[str, npt.ArrayLike] | Iterable[Mapping[str, object]], 
 
 
 def _checked(columns: Mapping[str, object], level: str) -> pl.DataFrame:
-    import polars as pl
+    from kvtide.tables import pl
 
     known = schema(level)
     unknown = sorted(set(columns) - set(known))

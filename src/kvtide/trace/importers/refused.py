@@ -21,7 +21,7 @@ class Refused:
 
     def feed(self, lines: pl.DataFrame, sink: Sink) -> None:
         """Take a piece."""
-        import polars as pl
+        from kvtide.tables import pl
 
         sink.judge(lines, is_event=pl.col("text").str.contains(self._pattern), is_foreign=pl.lit(value=True))
 

@@ -33,7 +33,7 @@ class Iostat:
 
     def feed(self, lines: pl.DataFrame, sink: Sink) -> None:
         """Take a piece."""
-        import polars as pl
+        from kvtide.tables import pl
 
         text = pl.col("text")
         told = lines.with_columns(
@@ -70,7 +70,7 @@ class Iostat:
 
     def _read(self, lines: pl.DataFrame, title: str, sink: Sink) -> None:
         """Judge lines under one title, and add their figures."""
-        import polars as pl
+        from kvtide.tables import pl
 
         names = title.replace("avg-cpu:", "avg-cpu").split() if len(self._titles | {title}) <= TITLES_MAX else []
         self._titles |= {title} if names else set()
@@ -105,7 +105,7 @@ class IostatMeans:
 
     def feed(self, lines: pl.DataFrame, sink: Sink) -> None:
         """Take a piece."""
-        import polars as pl
+        from kvtide.tables import pl
 
         text = pl.col("text")
         is_title = text.str.contains(r"^(?:[\w%/-]+,)*r_s,(?:[\w%/-]+,)*[\w%/-]+\s*$")
@@ -148,7 +148,7 @@ class NvidiaSmi:
 
     def feed(self, lines: pl.DataFrame, sink: Sink) -> None:
         """Take a piece."""
-        import polars as pl
+        from kvtide.tables import pl
 
         text = pl.col("text")
         is_title = text.str.contains(r"^\s*timestamp\s*,\s*\S")
@@ -207,7 +207,7 @@ def gpu_figure(title: str) -> str:
 
 def _dates(text: pl.Expr) -> pl.Expr:
     """Return the ns since 1970 that a line of nothing but a date means; null for all others. Without a zone: UTC."""
-    import polars as pl
+    from kvtide.tables import pl
 
     words = pl.when(text.str.contains(r"^\d{2,4}[-/]\d{2}[-/]\d{2,4}[ T]\d{2}:\d{2}:\d{2}")).then(
         text.str.strip_chars()
@@ -218,7 +218,7 @@ def _dates(text: pl.Expr) -> pl.Expr:
 
 
 def _add(rows: pl.DataFrame, sink: Sink, *, source: str, name: str, value: str) -> None:
-    import polars as pl
+    from kvtide.tables import pl
 
     sink.add(
         "sample",

@@ -51,7 +51,7 @@ class Sink:
 
     def screen(self, lines: pl.DataFrame) -> pl.DataFrame:
         """Judge lines that no format needs to see: blank, too long, or with NUL bytes. Return the others."""
-        import polars as pl
+        from kvtide.tables import pl
 
         text = pl.col("text")
         marked = lines.with_columns(
@@ -66,7 +66,7 @@ class Sink:
 
     def judge(self, lines: pl.DataFrame, *, is_event: pl.Expr, is_foreign: pl.Expr) -> None:
         """Count each line as one of the three. Neither event nor foreign is malformed; nulls are false."""
-        import polars as pl
+        from kvtide.tables import pl
 
         text, health = pl.col("text"), self.about.health
         event, foreign = is_event.fill_null(value=False), is_foreign.fill_null(value=False)
@@ -123,7 +123,7 @@ class Sink:
 
     def device_numbers(self, names: pl.Series) -> pl.Series:
         """Return a number for each device name. Made up, but the same for a name in every log."""
-        import polars as pl
+        from kvtide.tables import pl
 
         for name in names.drop_nulls().unique().to_list():
             if name in self._number_of_name:

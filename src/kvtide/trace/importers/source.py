@@ -158,7 +158,7 @@ def line_frame(data: bytes, *, number: int = 1, paragraph: int = 0) -> pl.DataFr
 
     Columns: line, its number from `number` on; text; paragraph, the number of blank lines up to it.
     """
-    import polars as pl
+    from kvtide.tables import pl
 
     text = data.decode("utf-8", errors="replace")
     text = text.removeprefix("\ufeff") if number == 1 else text

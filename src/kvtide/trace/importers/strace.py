@@ -44,7 +44,7 @@ class Strace:
 
     def feed(self, lines: pl.DataFrame, sink: Sink) -> None:
         """Take a piece."""
-        import polars as pl
+        from kvtide.tables import pl
 
         told = lines.with_columns(pl.col("text").str.extract_groups(LINE).alias("found")).unnest("found")
         rest = pl.col("rest")
@@ -75,7 +75,7 @@ class Strace:
         self, told: pl.DataFrame, wholes: pl.DataFrame, done: pl.DataFrame, lone: pl.DataFrame, sink: Sink
     ) -> None:
         """Add whole calls and stitched ones, and judge each line: a call that cannot be read is malformed."""
-        import polars as pl
+        from kvtide.tables import pl
 
         tail = pl.col("end_rest").str.replace(RESUMED, "")
         stitched = done.select(
@@ -108,7 +108,7 @@ class Strace:
         sink.judge(told, is_event=good & pl.col("time_ns").is_not_null(), is_foreign=is_remark)
 
     def _add_calls(self, calls: pl.DataFrame, sink: Sink) -> None:
-        import polars as pl
+        from kvtide.tables import pl
 
         took = time_ns(pl.col("took"), SECONDS)
         self._has_durations |= bool(calls.select(took.is_not_null().any()).item())
@@ -124,7 +124,7 @@ class Strace:
         sink.add("call", calls.select(*_columns(), "complete_ns", "offset", "length", "result"))
 
     def _add_begun(self, starts: pl.DataFrame, sink: Sink) -> None:
-        import polars as pl
+        from kvtide.tables import pl
 
         begun = starts.with_columns(pl.col("rest").str.extract_groups(BEGUN).alias("found")).unnest("found")
         begun = begun.with_columns(_arguments()).unnest("arguments")
@@ -132,7 +132,7 @@ class Strace:
 
     def _name_files(self, calls: pl.DataFrame, sink: Sink) -> None:
         """Keep which paths file numbers stood for."""
-        import polars as pl
+        from kvtide.tables import pl
 
         named = calls.filter(pl.col("path").str.starts_with("/") & pl.col("fd").is_not_null())
         for fd, path in named.select("fd", "path").unique(maintain_order=True).iter_rows():
@@ -143,7 +143,7 @@ class Strace:
 
 def _keyed(parts: pl.DataFrame) -> pl.DataFrame:
     """Return first and second parts as `Stitches` wants them: a thread is in one call at a time."""
-    import polars as pl
+    from kvtide.tables import pl
 
     return parts.select(
         pl.col("pid").fill_null(0).cast(pl.Int64).cast(pl.UInt64, strict=False).fill_null(0).alias("key"),
@@ -157,7 +157,7 @@ def _keyed(parts: pl.DataFrame) -> pl.DataFrame:
 
 def _arguments() -> pl.Expr:
     """Return a struct of fd, path, offset and length as the arguments tell them."""
-    import polars as pl
+    from kvtide.tables import pl
 
     name, args = pl.col("name"), pl.col("args")
     places = args.str.extract_groups(r"^(\d+)(?:<([^>]*)>)?")
@@ -191,7 +191,7 @@ def _arguments() -> pl.Expr:
 
 def _result() -> pl.Expr:
     """Return what a call returned: negative for errors, 0 for addresses and for what strace did not see."""
-    import polars as pl
+    from kvtide.tables import pl
 
     numbers = {name: -number for number, name in errno.errorcode.items()}
     failed = pl.col("errno").replace_strict(numbers, default=-errno.EIO, return_dtype=pl.Int64)
@@ -200,7 +200,7 @@ def _result() -> pl.Expr:
 
 
 def _columns() -> list[pl.Expr]:
-    import polars as pl
+    from kvtide.tables import pl
 
     return [
         pl.col("time_ns"),

@@ -64,7 +64,7 @@ class Tracepoints:
 
     def feed(self, lines: pl.DataFrame, sink: Sink) -> None:
         """Take a piece."""
-        import polars as pl
+        from kvtide.tables import pl
 
         self._pairs = self._pairs or BlockPairs(sink)
         told = lines.with_columns(pl.col("text").str.extract_groups(LINE).alias("found")).unnest("found")
@@ -98,7 +98,7 @@ class Tracepoints:
 
     def _block_events(self, told: pl.DataFrame) -> pl.DataFrame:
         """Return events as `BlockPairs` wants them. Of several that queue a command only the first kind counts."""
-        import polars as pl
+        from kvtide.tables import pl
 
         is_bio = pl.col("event") == "block_bio_queue"
         self._has_bios = self._has_bios or bool(told.select(is_bio.any()).item())
@@ -119,7 +119,7 @@ class Tracepoints:
 
     def _add_calls(self, told: pl.DataFrame, sink: Sink) -> None:
         """Add the io_uring requests that are done. An end without its start says too little: polls end like reads."""
-        import polars as pl
+        from kvtide.tables import pl
 
         sink.clock(told["time_ns"])
         is_end = pl.col("event") == COMPLETES
@@ -133,7 +133,7 @@ class Tracepoints:
 
 def _with_commands(told: pl.DataFrame) -> pl.DataFrame:
     """Return `told` with the figures of block events, and whether it has all."""
-    import polars as pl
+    from kvtide.tables import pl
 
     told = told.with_columns(
         pl.when(pl.col("kind").is_not_null()).then("rest").str.extract_groups(COMMAND).alias("command")
@@ -150,7 +150,7 @@ def _with_commands(told: pl.DataFrame) -> pl.DataFrame:
 
 def _with_calls(told: pl.DataFrame) -> pl.DataFrame:
     """Return `told` with the key, opcode and result of io_uring events; the key is null if they are not whole."""
-    import polars as pl
+    from kvtide.tables import pl
 
     rest = pl.when("is_call").then("rest")
     opcode = rest.str.extract(r"\b(?:opcode|op):? (?:IORING_OP_)?(\w+)")
@@ -173,7 +173,7 @@ def _with_calls(told: pl.DataFrame) -> pl.DataFrame:
 
 def _call_rows(starts: pl.DataFrame, *, is_done: bool = False) -> pl.DataFrame:
     """Return call rows of io_uring requests that move or flush file data. The events do not tell place or size."""
-    import polars as pl
+    from kvtide.tables import pl
 
     done = (
         starts
@@ -196,7 +196,7 @@ def _call_rows(starts: pl.DataFrame, *, is_done: bool = False) -> pl.DataFrame:
 
 def _count_lost(lines: pl.DataFrame, sink: Sink) -> None:
     """Count events that the recorder says it had no room for."""
-    import polars as pl
+    from kvtide.tables import pl
 
     text = pl.col("text")
     lost, kept = text.str.extract_groups(LOST), text.str.extract_groups(IN_BUFFER)

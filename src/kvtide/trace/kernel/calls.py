@@ -105,7 +105,7 @@ class Calls:
 
         An end whose start was not seen says too little to be kept: a poll ends like a read.
         """
-        import polars as pl
+        from kvtide.tables import pl
 
         events = np.concatenate([self._open, events])
         partner = pair(events["key"], events["time_ns"], events["is_end"])

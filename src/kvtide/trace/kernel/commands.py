@@ -121,7 +121,7 @@ def _frame(
     begun: npt.NDArray[np.int64],
     lone: npt.NDArray[np.intp],
 ) -> pl.DataFrame:
-    import polars as pl
+    from kvtide.tables import pl
 
     rows = np.concatenate([issue, lone])
     is_lone = np.arange(len(rows)) >= len(issue)
@@ -147,7 +147,7 @@ def _frame(
 
 def texts(raw: npt.NDArray[np.bytes_]) -> pl.Series:
     """Return NUL-ended byte fields as texts; what follows the NUL is garbage. Shapes: [n]."""
-    import polars as pl
+    from kvtide.tables import pl
 
     width = -(-raw.dtype.itemsize // 8)
     words = np.zeros((len(raw), width * 8), np.uint8)

@@ -1,0 +1,24 @@
+"""Ctrl-C with polars loaded."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+WAITS = {"a read of a pipe": "sys.stdin.readline()", "a wait for a thread": "threading.Event().wait()"}
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_ctrl_c_ends_a_wait_although_polars_is_loaded(wait: str) -> None:
+    code = f"import sys, threading, kvtide.tables; print('now', flush=True); {wait}"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=-1)
+    assert child.stdout is not None
+    child.stdout.readline()
+    time.sleep(0.2)
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=30)
+    assert b"KeyboardInterrupt" in errors
