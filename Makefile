@@ -72,7 +72,7 @@ bench: $(STAMP)
 	for b in benchmarks/[a-z]*.py; do $(PY) $$b || exit 1; done
 
 # Beside the engines' own disk tiers, in their environments. What their file backends import beside:
-PEER_NEEDS := aiofiles fastapi msgspec orjson pillow pybase64 pyzmq setproctitle triton
+PEER_NEEDS := aiofile aiofiles blake3 lmcache-rust-raw-block-io transformers fastapi msgspec orjson pillow pybase64 pyzmq setproctitle triton
 
 bench-peers: $(ENGINES)/.installed $(VLLM)/.installed $(STAMP)
 	$(ENGINES)/bin/python -m pip install --quiet $(PEER_NEEDS)
@@ -84,10 +84,9 @@ bench-peers: $(ENGINES)/.installed $(VLLM)/.installed $(STAMP)
 # `kvtide check` of the engines' own disk tiers, then what confirms its failures by the project alone. Hours, not minutes.
 CHECKED_ENGINES := lmcache-fs lmcache-disk lmcache-raw-block sglang-file
 CHECKED := .kvtide/check
-CHECK_NEEDS := aiofile blake3 lmcache-rust-raw-block-io transformers
 
 check-peers: $(ENGINES)/.installed $(VLLM)/.installed $(STAMP)
-	$(ENGINES)/bin/python -m pip install --quiet $(PEER_NEEDS) $(CHECK_NEEDS)
+	$(ENGINES)/bin/python -m pip install --quiet $(PEER_NEEDS)
 	for t in $(CHECKED_ENGINES); do $(ENGINES)/bin/python tools/check_table.py run $$t $(CHECKED)/$$t.json || exit 1; done
 	$(VLLM)/bin/python tools/check_table.py run vllm-fs $(CHECKED)/vllm-fs.json --start 600
 	for t in file chunks memory; do $(PY) tools/check_table.py run $$t $(CHECKED)/$$t.json || exit 1; done

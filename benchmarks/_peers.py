@@ -29,6 +29,7 @@ SIZES = {16 * KIB: 4096, 64 * KIB: 2048, MIB: 256, 2949120: 96}  # chunks of eac
 SMOKE = {64 * KIB: 64}
 JOB_CHUNKS = 8  # in one job, where the engine says nothing else
 LATENCY_JOBS = 48
+REST_S = 2.0  # before loads: or a drive that still writes by itself would slow whoever stored fast
 
 Rows = npt.NDArray[np.uint8]
 
@@ -97,10 +98,11 @@ def _round(make: Make, directory: Path, size: int, num: int, job_chunks: int) ->
         store_s, store_cpu_s = _timed(lambda: (tier.store(jobs), None if tier.is_direct else _flush(directory)))
         num_files, disk_bytes = _on_disk(directory)
         rows[:] = 0
-        _forget(directory)
+        forget(directory)
+        time.sleep(REST_S)
         load_s, load_cpu_s = _timed(lambda: tier.load(jobs))
         assert np.array_equal(rows, wanted), f"{directory.name}: wrong bytes"
-        _forget(directory)
+        forget(directory)
         job_s = [_timed(lambda job=job: tier.load([job]))[0] for job in jobs[:LATENCY_JOBS]]
     finally:
         tier.close()
@@ -127,7 +129,7 @@ def _flush(directory: Path) -> None:
         os.close(fd)
 
 
-def _forget(directory: Path) -> None:
+def forget(directory: Path) -> None:
     """Drop what the page cache has of a tier's files."""
     for path in _files(directory):
         fd = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""kvtide's adapter against LMCache's own file adapter, both behind its L2 interface in one process, where LMCache is
+"""kvtide's adapter against LMCache's own for files and for raw blocks, all behind its L2 interface in one process, where LMCache is
 installed: `make test-engines` makes such an environment.
 
     .venv-engines/bin/python benchmarks/peers_lmcache.py
@@ -6,6 +6,7 @@ installed: `make test-engines` makes such an environment.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import select
 import sys
@@ -21,11 +22,14 @@ try:
     from lmcache.v1.distributed.l2_adapters.factory import create_l2_adapter_from_registry
     from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import FSL2AdapterConfig
     from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
+    from lmcache.v1.distributed.l2_adapters.raw_block_l2_adapter import RawBlockL2AdapterConfig
     from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 except ImportError:
     sys.exit(print("peers_lmcache: skipped, LMCache is not installed here: see docs/engines.md", file=sys.stderr))
 
-from _peers import Rows, chunk_key, run_peers
+from _peers import MIB, Rows, chunk_key, run_peers
+
+META_BYTES = 16 * MIB  # of the raw adapter's index
 
 
 class Tier:
@@ -103,7 +107,20 @@ def own_tier(directory: Path, rows: Rows) -> Tier:
     return Tier(FSL2AdapterConfig(str(directory / "fs"), use_odirect=True), rows)
 
 
+def raw_tier(directory: Path, rows: Rows) -> Tier:
+    """LMCache's adapter of slots on a device, here a file whose space was allocated, past the page cache."""
+    path, slot = directory / "raw", rows.shape[1] + 4096
+    size = META_BYTES + len(rows) * 11 // 10 * slot
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    os.posix_fallocate(fd, 0, size)
+    os.close(fd)
+    sizes = {"slot_bytes": slot, "meta_total_bytes": META_BYTES}
+    return Tier(RawBlockL2AdapterConfig(device_path=str(path), use_odirect=True, **sizes), rows)
+
+
 TIERS = {"kvtide": kvtide_tier, "lmcache-fs": own_tier}
+if importlib.util.find_spec("lmcache_rust_raw_block_io") is not None:  # its helper, in Rust, comes apart
+    TIERS["lmcache-raw"] = raw_tier
 
 if __name__ == "__main__":
     sys.exit(run_peers("peers_lmcache", __doc__ or "", TIERS))

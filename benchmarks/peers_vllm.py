@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -26,7 +27,7 @@ except ImportError:
     sys.exit(print("peers_vllm: skipped, vLLM is not installed here: see docs/engines.md", file=sys.stderr))
 
 from _bench import summary
-from _peers import Rows, chunk_key, run_peers
+from _peers import JOB_CHUNKS, Rows, chunk_key, forget, run_peers
 
 NUM_KEYS = 8000
 NUM_LOOK_UPS = 20  # at least: how often the interpreter goes to the other thread is chance
@@ -83,25 +84,56 @@ def look_ups(directory: Path, repeats: int) -> list[dict[str, Any]]:
     rows[:, :4] = np.arange(NUM_KEYS, dtype=np.uint32)[:, None].view(np.uint8)
     aligned = np.frombuffer(mmap.mmap(-1, rows.nbytes), np.uint8).reshape(rows.shape)
     aligned[:] = rows
-    tiers = {name: make(directory / name, aligned) for name, make in TIERS.items()}
-    for tier in tiers.values():
-        tier.store([range(NUM_KEYS)])
-    is_over = threading.Event()
-    busy = threading.Thread(target=_spin, args=(is_over,))
-    busy.start()
-    try:
-        found = {name: [] for name in tiers}
-        for _ in range(max(NUM_LOOK_UPS, repeats)):
-            for name, tier in tiers.items():
-                found[name].append(tier.look_up() * 1e3)
-    finally:
-        is_over.set()
-        busy.join()
-        for tier in tiers.values():
-            tier.close()
+    found = {
+        name: _look_ups_of(make(directory / name, aligned), max(NUM_LOOK_UPS, repeats)) for name, make in TIERS.items()
+    }
     return [
         {"tier": name, "num_keys": NUM_KEYS, "num_look_ups": len(times), "ms": summary(times), "ms_worst": max(times)}
         for name, times in found.items()
+    ]
+
+
+def _look_ups_of(tier: Tier, repeats: int) -> list[float]:
+    """Return the milliseconds of each look-up. One tier at a time: threads of the other would compute, too."""
+    is_over = threading.Event()
+    busy = threading.Thread(target=_spin, args=(is_over,))
+    try:
+        tier.store([range(NUM_KEYS)])
+        busy.start()
+        return [tier.look_up() * 1e3 for _ in range(repeats)]
+    finally:
+        is_over.set()
+        busy.join()
+        tier.close()
+
+
+def beside_a_busy_processor(directory: Path, repeats: int) -> list[dict[str, Any]]:
+    """Load large chunks alone and beside a process that only computes: does the drive itself need our processors?"""
+    size, num = 2949120, 96
+    rows = np.frombuffer(mmap.mmap(-1, size * num), np.uint8).reshape(num, size)
+    rows[:] = np.random.default_rng(0).integers(0, 256, rows.shape, np.uint8)
+    jobs = [range(first, first + JOB_CHUNKS) for first in range(0, num, JOB_CHUNKS)]
+    tiers = {name: make(directory / name, rows) for name, make in TIERS.items()}
+    found: dict[tuple[str, bool], list[float]] = {(name, is_busy): [] for name in TIERS for is_busy in (False, True)}
+    try:
+        for tier in tiers.values():
+            tier.store(jobs)
+        for _ in range(2 * repeats):
+            for (name, is_busy), rates in found.items():
+                forget(directory / name)
+                other = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if is_busy else None
+                began = time.perf_counter()
+                tiers[name].load(jobs)
+                rates.append(rows.nbytes / 1e6 / (time.perf_counter() - began))
+                if other is not None:
+                    other.kill()
+                    other.wait()
+    finally:
+        for tier in tiers.values():
+            tier.close()
+    return [
+        {"tier": name, "chunk_bytes": size, "is_beside_busy": is_busy, "load_mb_per_s": summary(rates)}
+        for (name, is_busy), rates in found.items()
     ]
 
 
@@ -144,5 +176,7 @@ def own_tier(directory: Path, rows: Rows) -> Tier:
 
 TIERS = {"kvtide": kvtide_tier, "vllm-fs": own_tier}
 
+MORE = {"look_ups": look_ups, "beside_a_busy_processor": beside_a_busy_processor}
+
 if __name__ == "__main__":
-    sys.exit(run_peers("peers_vllm", __doc__ or "", TIERS, {"look_ups": look_ups}))
+    sys.exit(run_peers("peers_vllm", __doc__ or "", TIERS, MORE))
