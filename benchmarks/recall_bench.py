@@ -1,7 +1,8 @@
 """What does each vector store write for a row and read for a query? The tables of docs/recall_bench.md, all at once.
 
-Five tables: rows that come one by one at 1,000 a second; the same with every row durable; large graphs, which are read
-from the device; a memory that lasts long enough to merge; and stores that take long, on fewer rows. The plain baseline is the bytes of the vectors: 1.
+Five tables: rows that come one by one at 1,000 a second; the same with every row durable; a memory that lasts long
+enough to merge; stores that take long, on fewer rows; and large graphs, which are read from the device. The plain
+baseline is the bytes of the vectors: 1.
 """
 
 from __future__ import annotations
