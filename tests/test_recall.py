@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtide.errors import ConfigError, IoError
+from kvtide.errors import ConfigError, FormatError, IoError
 from kvtide.recall import Memory
 
 DIM = 24
@@ -144,6 +144,23 @@ def test_what_is_no_memory_is_refused(tmp_path: Path) -> None:
         memory.add([1], vectors(1))
     for file in (tmp_path / "m").iterdir():
         assert file.stat().st_mode & 0o077 == 0
+
+
+def test_what_others_may_change_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m").chmod(0o777)
+    with pytest.raises(ConfigError, match="chmod go-w"):
+        Memory.open(tmp_path / "m", DIM)
+    Memory.open(tmp_path / "link", DIM).close()
+    for name in ("memory.json", "ring.kvl", "log-00000001.kvl"):
+        file = tmp_path / "link" / name
+        file.rename(tmp_path / name)
+        file.symlink_to(tmp_path / name)
+        with pytest.raises((IoError, FormatError)):
+            Memory.open(tmp_path / "link", DIM)
+        file.unlink()
+        (tmp_path / name).rename(file)
+    Memory.open(tmp_path / "link", DIM).close()
 
 
 def test_no_acknowledged_row_is_lost_when_the_process_is_killed(tmp_path: Path) -> None:

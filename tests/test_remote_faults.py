@@ -276,3 +276,15 @@ def test_a_near_group_that_was_lost_lies_far_and_gets_a_near_copy_again() -> Non
     assert not cache.ledger.is_far[sequence.table.units].any()
     assert near.stats().num_groups == num
     cache.close()
+
+
+def test_small_commands_are_sent_together_and_nothing_is_moved() -> None:
+    from kvtide.tiers.valkey import SEND_BYTES_MAX, _together
+
+    view = memoryview(bytes(5))
+    pieces = [b"ab", b"cd", view, b"ef", b"x" * SEND_BYTES_MAX, b"gh"]
+    found = _together(list(pieces))
+    assert [len(one) for one in found] == [4, 5, 2, SEND_BYTES_MAX, 2]
+    assert found[1] is view
+    assert b"".join(found) == b"".join(pieces)
+    assert _together([]) == []

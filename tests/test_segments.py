@@ -14,6 +14,8 @@ from kvtide.errors import ConfigError, Corrupt, FormatError, KvtideError, Unsupp
 from kvtide.recall import Memory
 from kvtide.recall.manifest import Entry, Manifest
 from kvtide.recall.merge import planned
+from kvtide.trace.events import CAUSES
+from kvtide.trace.record import Recorder
 
 DIM, KEYS = 12, 1200
 Truth = dict[int, tuple[np.ndarray, bytes]]
@@ -82,6 +84,45 @@ def test_merged_rows_are_found_as_before_and_after_reopening(tmp_path: Path, met
 
 
 @pytest.mark.usefixtures("lance")
+@pytest.mark.usefixtures("lance")
+def test_logs_that_were_merged_are_written_again(tmp_path: Path) -> None:
+    truth: Truth = {}
+    recorder = Recorder()
+    with Memory.open(tmp_path / "m", DIM, log_bytes=64 << 10, merge_rows=300, recorder=recorder) as memory:
+        churn(memory, truth, 40)
+        assert memory.merger.num_merges > 2
+        spares = list((tmp_path / "m").glob("spare-*"))
+        files = {one.stat().st_ino for one in spares}
+        assert 0 < len(spares) <= 8  # as many logs as a merge takes
+        churn(memory, truth, 20, seed=1)
+        assert files & {one.stat().st_ino for one in (tmp_path / "m").glob("log-*")}
+        agree(memory, truth)
+    with opened(tmp_path / "m") as memory:
+        assert memory.num_bad == 0
+        agree(memory, truth)
+        churn(memory, truth, 40, seed=2)
+        agree(memory, truth)
+    ops = recorder.ops.rows()
+    merged = ops[ops["cause"] == CAUSES.index("memory-segment")]
+    assert merged["is_write"].all()
+    assert int(merged["length"].sum()) > 0
+
+
+@pytest.mark.usefixtures("lance")
+def test_a_crash_after_a_spare_became_a_log_loses_nothing(tmp_path: Path) -> None:
+    truth: Truth = {}
+    with opened(tmp_path / "m") as memory:
+        churn(memory, truth, 40)
+    spare = min((tmp_path / "m").glob("spare-*"))
+    newest = max(int(one.name[4:12]) for one in (tmp_path / "m").glob("log-*"))
+    spare.rename(tmp_path / "m" / f"log-{newest + 1:08}.kvl")  # and it was not begun
+    with opened(tmp_path / "m") as memory:
+        assert memory.num_bad == 0
+        agree(memory, truth)
+        churn(memory, truth, 10, seed=1)
+        agree(memory, truth)
+
+
 def test_a_large_segment_has_an_index_that_misses_little(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((4000, DIM)).astype(np.float32)

@@ -61,7 +61,10 @@ class L2:
         return bool(found.get_indices_list())
 
     def get(self, key: Any, into: torch.Tensor) -> bool:
-        task = self.adapter.submit_load_task([key], [self._object(into)])
+        return self.get_all([key], [into])
+
+    def get_all(self, keys: list[Any], into: list[torch.Tensor]) -> bool:
+        task = self.adapter.submit_load_task(keys, [self._object(one) for one in into])
         while (found := self.adapter.query_load_result(task)) is None:
             time.sleep(0.001)
         return bool(found.get_indices_list())

@@ -2,7 +2,7 @@
 
 The model's folder keeps its name; its config.json and the revision change, as after an update in place.
 
-Uses only vLLM. Exits with 1 while the fault is there, with 0 when it is not.
+Uses only vLLM. Exits with 1 while both faults are there, with 0 when neither is.
 
 Confirms: vllm-fs identity-rope, identity-revision
 """
@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from _disk import exit_code
 from _vllm import Tier, config_of, told
 
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
@@ -19,13 +20,13 @@ with tempfile.TemporaryDirectory() as folder:
     model = Path(folder) / "model"
     model.mkdir()
     first = Tier(f"{folder}/kv", config_of(model, revision="main", rope=PLAIN))
-    first.row[:] = 0x11
+    first.rows[:] = 0x11
     told(stored_with="main, default RoPE", store_says=first.put())
     hits = {}
     for name, revision, rope in (("revision", "v2", PLAIN), ("rope", "main", YARN)):
         second = Tier(f"{folder}/kv", config_of(model, revision=revision, rope=rope))
-        hits[name] = second.has() and second.get() and bool((second.row == 0x11).all())
+        hits[name] = second.has() and second.get() and bool((second.rows == 0x11).all())
         told(**{f"hit_with_other_{name}": hits[name]})
         second.close()
     first.close()
-sys.exit(int(any(hits.values())))
+sys.exit(exit_code(hits))

@@ -60,7 +60,7 @@ class Memory:
                 self._engines.append(open_engine(options.engine, depth_max=DEPTH))
             self.write_io, self.read_io = (MemoryIo(engine, recorder) for engine in self._engines)
             self._shelf = Shelf(self._place, self.write_io, self.read_io, options)
-            self.merger = Merger(self._shelf, self._place, options)
+            self.merger = Merger(self._shelf, self._place, options, recorder)
             self._shelf.load(after=self.merger.load())
         except BaseException:
             self._release()

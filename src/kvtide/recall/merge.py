@@ -20,8 +20,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtide.errors import KvtideError
 from kvtide.recall.contract import MemoryOptions
@@ -40,6 +42,8 @@ from kvtide.recall.records import Ids
 from kvtide.recall.segments import MISSING, Rows, Segment, is_installed, write_segment
 from kvtide.recall.shelf import Shelf, Volume
 from kvtide.tiers.owner import named
+from kvtide.trace.events import CAUSES
+from kvtide.trace.record import OP_EVENT, Recorder
 
 TIER = 8  # segments of one size become one of the next
 LOG_BYTES_A_ROW = 16 << 10  # logs longer than so many a row are merged before they hold `merge_rows`
@@ -98,8 +102,8 @@ class Merger:
     Threads: `wake` and `close` from any.
     """
 
-    def __init__(self, shelf: Shelf, place: Place, options: MemoryOptions) -> None:
-        self._shelf, self._place, self._options = shelf, place, options
+    def __init__(self, shelf: Shelf, place: Place, options: MemoryOptions, recorder: Recorder | None = None) -> None:
+        self._shelf, self._place, self._options, self._recorder = shelf, place, options, recorder
         self._manifest = Manifest()
         self._due, self._is_closed, self._is_told = threading.Event(), False, False
         self._thread: threading.Thread | None = None
@@ -116,9 +120,9 @@ class Merger:
             known = {one.number for one in self._manifest.entries}
             for number in set(numbers(path, SEGMENT_NAME)) - known:
                 shutil.rmtree(segment_path(path, number))
-            for number in self._place.logs():
-                if number <= self._manifest.logs_to:
-                    self._place.log_path(number).unlink()
+            merged = [number for number in self._place.logs() if number <= self._manifest.logs_to]
+        if merged:
+            self._place.retire_logs(merged)
         for entry in self._manifest.entries:
             made = Segment(path, entry, described.metric, described.dim, described.salt)
             for older in self._shelf.segments:
@@ -219,7 +223,10 @@ class Merger:
     def _written(self, job: _Job, entry: Entry) -> Segment:
         path, described = self._place.path, self._place.description
         args = described.metric, described.dim, described.salt
+        begun_ns = time.monotonic_ns()
         entry = write_segment(path, self._rows(job), job.deleted, entry, *args)
+        if self._recorder is not None:
+            self._recorder.record_ops(_written_files(segment_path(path, entry.number), begun_ns))
         made = Segment(path, entry, *args)
         manifest = self._manifest.after(entry)
         write_manifest(path, manifest)
@@ -258,17 +265,26 @@ class Merger:
             del self._shelf.volumes[: len(job.logs)]
 
     def _remove(self, job: _Job) -> None:
-        path = self._place.path
         for one in job.sources:
             while one.part.num_readers:
                 time.sleep(POLL_S)
             one.close()
-        with named(path):
-            for volume in job.logs:
-                self._place.log_path(volume.log.number).unlink()
+        self._place.retire_logs([volume.log.number for volume in job.logs])
+        with named(self._place.path):
             for segment in job.segments:
                 shutil.rmtree(segment.folder)
         self._place.sync()
+
+
+def _written_files(folder: Path, begun_ns: int) -> npt.NDArray[np.void]:
+    """Return an event for each file of a segment: Lance writes them by itself, at some time since `begun_ns`."""
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    events = np.zeros(len(sizes), OP_EVENT)
+    events["time_ns"], events["complete_ns"] = begun_ns, time.monotonic_ns()
+    events["cause"], events["is_write"], events["fd"] = CAUSES.index("memory-segment"), True, -1
+    events["length"] = np.minimum(sizes, np.iinfo(np.uint32).max)
+    events["num_fragments"], events["depth"], events["layer"], events["slot"] = 1, 1, -1, -1
+    return events
 
 
 def _log_rows(volume: Volume, rows: Ids) -> Rows:

@@ -3,6 +3,7 @@
     memory.json          what it is: format, dimensions, metric, the secret that seeds its checksums, a checksum
     owner.lock           held by the one process that has it open; says which
     log-00000001.kvl     logs, in order
+    spare-00000001.kvl   logs whose rows are in segments: the next logs take their space, which was written before
     ring.kvl             groups that are not in the newest log yet
 
 Nothing in it is trusted: names that are not ours are left alone, links are refused, a description that does not agree
@@ -16,7 +17,7 @@ import json
 import os
 import re
 import secrets
-import stat
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,13 +26,14 @@ import xxhash
 from kvtide.errors import ConfigError, FormatError
 from kvtide.recall.contract import DIM_MAX
 from kvtide.recall.scores import METRICS, Metric
-from kvtide.tiers.guard import sync_directory, write_whole
+from kvtide.tiers.guard import make_directory, open_file, read_file, sync_directory, write_whole
 from kvtide.tiers.owner import lock, named
 from kvtide.units import printable
 
 FORMAT = "kvtide-memory"
 VERSION = 1
 LOG_NAME = re.compile(r"log-([0-9]{8})\.kvl")
+SPARE_NAME = re.compile(r"spare-[0-9]{8}\.kvl")
 LOG_BYTES_MAX = 2 << 30  # larger files are none of ours
 JSON_BYTES_MAX = 1 << 16
 
@@ -49,7 +51,7 @@ class Description:
 class Place:
     """An owned directory.
 
-    Threads: one at a time.
+    Threads: one begins logs, another may retire them.
     """
 
     def __init__(self, path: Path, dim: int, metric: Metric, of: str = "") -> None:
@@ -59,6 +61,7 @@ class Place:
         was changed; IoError, with EBUSY while another process owns it.
         """
         self.path = path
+        self._spare_lock = threading.Lock()
         _make(path)
         self._lock_fd = lock(path, option="--memory")
         try:
@@ -108,6 +111,29 @@ class Place:
     def log_path(self, number: int) -> Path:
         return self.path / f"log-{number:08}.kvl"
 
+    def retire_logs(self, numbers: list[int]) -> None:
+        """Keep these logs, whose rows are in segments, as spares, and remove other spares. Not durable yet.
+
+        Raises: IoError.
+        """
+        with named(self.path), self._spare_lock:
+            for spare in self._spares():
+                spare.unlink()
+            for number in numbers:
+                self.log_path(number).rename(self.path / f"spare-{number:08}.kvl")
+
+    def reuse_spare(self, number: int) -> None:
+        """Let a spare, if there is one, be log `number`: what is in it is of another log, and so counts as nothing.
+
+        Raises: IoError.
+        """
+        with named(self.path), self._spare_lock:
+            for spare in self._spares()[:1]:
+                spare.rename(self.log_path(number))
+
+    def _spares(self) -> list[Path]:
+        return sorted(one for one in self.path.iterdir() if SPARE_NAME.fullmatch(one.name))
+
     def open_log(self, number: int) -> tuple[int, int]:
         """Return a descriptor of a log, made where there is none, and its size in bytes.
 
@@ -124,19 +150,19 @@ class Place:
         return self._open(self.ring_path)
 
     def _open(self, path: Path) -> tuple[int, int]:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT
         with named(path):
             try:
-                fd = os.open(path, flags | os.O_DIRECT, 0o600)
+                fd = open_file(path, flags | os.O_DIRECT)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                fd = os.open(path, flags, 0o600)  # a file system without direct I/O
-        state = os.fstat(fd)
-        if not stat.S_ISREG(state.st_mode) or state.st_size > LOG_BYTES_MAX:
+                fd = open_file(path, flags)  # a file system without direct I/O, or no file: that raises again
+        size = os.fstat(fd).st_size
+        if size > LOG_BYTES_MAX:
             os.close(fd)
-            raise FormatError(f"{path}: expected a file of at most {LOG_BYTES_MAX} bytes, found {state.st_size}")
-        return fd, state.st_size // 4096 * 4096
+            raise FormatError(f"{path}: expected a file of at most {LOG_BYTES_MAX} bytes, found {size}")
+        return fd, size // 4096 * 4096
 
     def sync(self) -> None:
         """Make the names in the directory durable."""
@@ -151,7 +177,7 @@ class Place:
 
 def _make(path: Path) -> None:
     with named(path):
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(path, parents=True)
 
 
 def sync_folder(path: Path) -> None:
@@ -170,13 +196,9 @@ def read_json(path: Path) -> dict[str, object] | None:
     """
     with named(path):
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            raw = read_file(path, JSON_BYTES_MAX)
         except FileNotFoundError:
             return None
-        try:
-            raw = os.read(fd, JSON_BYTES_MAX) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
-        finally:
-            os.close(fd)
     try:
         found = json.loads(raw)
         check = found.pop("check")

@@ -105,6 +105,7 @@ class Shelf:
 
     def _begin(self, number: int) -> None:
         """Make log `number`, durable and empty, the one that is appended to."""
+        self.place.reuse_spare(number)
         volume = self._open(number)
         try:
             volume.log.begin()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -25,9 +26,8 @@ class Worker:
 
     def __init__(self, engine: str, folder: Path, *, dim: int, seed: int, is_durable: bool, python: str = "") -> None:
         self.engine = engine
-        self._acked = tempfile.NamedTemporaryFile(prefix="kvtide-acked-")  # noqa: SIM115
-        self._acked.write(bytes(ACKED.size))
-        self._acked.flush()
+        self._acked = os.memfd_create("kvtide-acked")  # without a name: however this process ends, it is gone
+        os.ftruncate(self._acked, ACKED.size)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         command = [python or sys.executable, "-m", "kvtide.stores.worker"]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors)
@@ -39,10 +39,11 @@ class Worker:
                 dim=dim,
                 seed=seed,
                 durable=is_durable,
-                acked=self._acked.name,
+                acked=f"/proc/{os.getpid()}/fd/{self._acked}",
             )
         except BaseException:
             self.kill()
+            os.close(self._acked)
             raise
 
     @property
@@ -53,7 +54,7 @@ class Worker:
     @property
     def num_acked(self) -> int:
         """Rows whose insertion was acknowledged, also after its death."""
-        return int(ACKED.unpack(Path(self._acked.name).read_bytes())[0])
+        return int(ACKED.unpack(os.pread(self._acked, ACKED.size, 0))[0])
 
     def send(self, do: str, **what: object) -> None:
         """Give an order without waiting for the answer."""
@@ -100,7 +101,7 @@ class Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill()
-        self._acked.close()
+        os.close(self._acked)
 
     def _died(self) -> IoError:
         code = self._child.wait()

@@ -50,15 +50,15 @@ def check_directory(path: Path, *, may_be_link: bool = False) -> None:
     name, us = printable(str(path)), os.geteuid()
     if status.st_uid not in {us, 0} and us != 0:
         raise ConfigError(
-            f"{name} belongs to user {status.st_uid}, who could read and change all KV in it; "
-            f"type another --dir, or chown -R {us} {name}"
+            f"{name} belongs to user {status.st_uid}, who could read and change all that is in it; "
+            f"type another directory, or chown -R {us} {name}"
         )
     if status.st_mode & stat.S_IWOTH:
         raise ConfigError(f"everybody may write to {name}, and so put files of theirs in it; type chmod go-w {name}")
     if status.st_mode & stat.S_IWGRP:
         LOG.warning("a group may write to %s; type chmod go-w %s unless all its members are trusted", name, name)
     if status.st_uid != us and us == 0:
-        LOG.warning("%s belongs to user %d, who can read and change all KV in it", name, status.st_uid)
+        LOG.warning("%s belongs to user %d, who can read and change all that is in it", name, status.st_uid)
 
 
 def open_file(path: Path, flags: int) -> int:

@@ -20,6 +20,7 @@ from kvtide.io.ops import address_of
 from kvtide.tiers.client import RemoteDown, Values
 from kvtide.tiers.contract import FAILED, FULL, MISSING, OK, Statuses
 
+SEND_BYTES_MAX = 1 << 20  # of commands that are copied to be sent together
 PIPELINE_BYTES, PIPELINE_OPS = 8 << 20, 1024  # of one pipeline: a server answers others in between
 RETRIES, RETRY_AFTER_S = 1, 0.05  # of a broken connection, as after a restart; a time-out is not tried again
 
@@ -61,6 +62,8 @@ class ValkeyClient:
             self._server: Any = self._guarded(lambda: library.ValkeyCluster.from_url(url, **how))
         else:
             self._server = library.Valkey.from_url(url, command_packer=_Packer(), **how)
+            pool = self._server.connection_pool
+            pool.connection_class = _in_few_sends(pool.connection_class)
         self._value = _joined if options.is_cluster else _Parts.of  # a cluster's connections pack by themselves
 
     # The contract
@@ -207,6 +210,36 @@ class _Packer:
                 text.append(b"$%d\r\n%b\r\n" % (len(raw), raw))
         output.append(b"".join(text))
         return output
+
+
+def _in_few_sends(connection: type[Any]) -> type[Any]:
+    """Return a kind of connection that sends small commands together: at each send others may take the interpreter.
+
+    The library sends 6 kB at a time: 3,600 keys were 54 sends.
+    """
+
+    class FewSends(connection):  # type: ignore[misc]
+        def pack_commands(self, commands: Any) -> list[bytes | memoryview]:
+            return _together(super().pack_commands(commands))
+
+    return FewSends
+
+
+def _together(pieces: list[bytes | memoryview]) -> list[bytes | memoryview]:
+    """Join neighbours that are bytes, up to 1 MiB; views stay as they are."""
+    found: list[bytes | memoryview] = []
+    run: list[bytes] = []
+    size = 0
+    for piece in [*pieces, memoryview(b"")]:
+        if run and (isinstance(piece, memoryview) or size + len(piece) > SEND_BYTES_MAX):
+            found.append(b"".join(run))
+            run, size = [], 0
+        if not isinstance(piece, memoryview):
+            run.append(piece)
+            size += len(piece)
+        elif len(piece):
+            found.append(piece)
+    return found
 
 
 def _unload(answer: bytes, values: Values, index: int) -> None:

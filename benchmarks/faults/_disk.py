@@ -1,0 +1,77 @@
+"""What the scripts share that is of no project: damage to files, reads under way, writers killed, files a directory."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+SIZE = 65536
+DAMAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
+    "flipped": lambda one, _: one[: SIZE // 2] + bytes([one[SIZE // 2] ^ 1]) + one[SIZE // 2 + 1 :],
+    "torn": lambda one, _: one[: len(one) // 2] + bytes(len(one) - len(one) // 2),
+    "swapped": lambda one, other: one[: len(one) // 2] + other[len(other) // 2 :],
+    "senseless": lambda one, _: os.urandom(len(one)),
+}
+
+
+def files_of(folder: str) -> list[Path]:
+    """Return the plain files under a folder, the oldest first."""
+    return sorted(
+        (path for path in Path(folder).rglob("*") if path.is_file()), key=lambda path: path.stat().st_mtime_ns
+    )
+
+
+def told_bytes(value: bytes) -> dict[str, int]:
+    """Return how often the four commonest bytes are there."""
+    return {hex(byte): num for byte, num in collections.Counter(value).most_common(4)}
+
+
+def exit_code(faults: dict[str, bool]) -> int:
+    """Print them; return 1 if every fault is there, 0 if none is, 2 for some."""
+    print(", ".join(f"{name}: {'fault' if is_there else 'right'}" for name, is_there in faults.items()))
+    if len(set(faults.values())) > 1:
+        return 2
+    return int(all(faults.values()))
+
+
+def most_read_at_once(files: list[Path], read: Callable[[], object], seconds: float = 2.0) -> int:
+    """Return how many of the files `read` has open at once. Each is made a pipe, which holds up whoever reads it.
+
+    `read` never returns, so leave with os._exit.
+    """
+    for path in files:
+        path.rename(path.with_name(path.name + ".away"))
+        os.mkfifo(path)
+    threading.Thread(target=read, daemon=True).start()
+    held: dict[Path, int] = {}
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        for path in files:
+            if path not in held:
+                with contextlib.suppress(OSError):  # ENXIO: nobody reads it
+                    held[path] = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        time.sleep(0.05)
+    return len(held)
+
+
+def kill_writers(script: str, folder: str, kills: int = 3) -> None:
+    """Run `script write FOLDER NUMBER` and kill it while it writes, again and again."""
+    for kill in range(kills):
+        child = subprocess.Popen([sys.executable, script, "write", folder, str(kill)], stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        assert child.stdout.readline(), "it did not begin to write"
+        time.sleep(0.3 + 0.1 * kill)
+        child.kill()
+        child.communicate()
+
+
+def most_in_one_directory(folder: str) -> int:
+    """Return the number of files of the fullest directory."""
+    return max(collections.Counter(path.parent for path in files_of(folder)).values(), default=0)
