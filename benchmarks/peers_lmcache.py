@@ -1,5 +1,6 @@
-"""kvtide's adapter against LMCache's own for files and for raw blocks, all behind its L2 interface in one process, where LMCache is
-installed: `make test-engines` makes such an environment.
+"""kvtide's adapter against LMCache's own for files and for raw blocks, all behind its L2 interface in one process.
+
+LMCache must be installed: `make test-engines` makes such an environment.
 
     .venv-engines/bin/python benchmarks/peers_lmcache.py
 """
