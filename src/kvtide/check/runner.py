@@ -17,6 +17,7 @@ from kvtide.check.bench import Bench, Judged
 from kvtide.check.contract import Check, Need, Traits, Verdict
 from kvtide.check.driver import CALL_S, Trouble
 from kvtide.errors import KvtideError, UnsupportedError
+from kvtide.probe.mounts import own_mounts
 
 _TRAITS = {
     "bounded": ("is_bounded", "keeps to no bound"),
@@ -81,6 +82,8 @@ def run_checks(
     with tempfile.TemporaryDirectory(prefix="kvtide-check-", dir=directory) as root:
         try:
             machine = machine_has()
+            if not _has_own_mounts():  # before any child, which sees those of its parent
+                machine -= {"loop"}
             bench = Bench(target, Path(root), machine=machine, call_s=call_s, is_quick=is_quick, seed=seed)
         except Trouble as error:
             raise UnsupportedError(f"the target {target} does not start: {error}") from None
@@ -122,6 +125,15 @@ def machine_has() -> frozenset[str]:
     if not faultfs.unavailable():
         found.add("faultfs")
     return frozenset(found)
+
+
+def _has_own_mounts() -> bool:
+    """Let what is mounted from here on be gone with this process; say whether that may be done."""
+    try:
+        own_mounts()
+    except UnsupportedError:
+        return False
+    return True
 
 
 def _why_not(bench: Bench, need: Need) -> Verdict | None:

@@ -17,20 +17,17 @@ import os
 import shutil
 import subprocess
 import tempfile
-import threading
 from dataclasses import dataclass, fields
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from kvtide.errors import ConfigError, IoError, UnsupportedError
 from kvtide.probe.caps import caps_of
+from kvtide.probe.mounts import own_mounts
 from kvtide.units import format_bytes, printable
 
 SECTOR_BYTES = 512  # of /sys/block/*/stat, whatever the device has
-CLONE_NEWNS = 0x20000  # Source: linux/sched.h
-MS_REC, MS_PRIVATE = 0x4000, 0x40000  # Source: linux/mount.h
 TOOLS = ("losetup", "mkfs.ext4", "mount", "umount")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -232,21 +229,6 @@ def why_not() -> str:
     if missing:
         return f"a loop device needs {', '.join(missing)}; type apt install util-linux mount e2fsprogs"
     return "" if Path("/dev/loop-control").exists() else "this kernel has no loop devices (/dev/loop-control)"
-
-
-def own_mounts() -> None:
-    """Give the calling thread a mount namespace of its own, once.
-
-    Raises: UnsupportedError where that is not allowed.
-    """
-    _own_mounts(os.getpid(), threading.get_native_id())
-
-
-@cache
-def _own_mounts(process: int, thread: int) -> None:  # noqa: ARG001
-    """Leave the shared mounts. Not twice: threads that were started since would stay behind."""
-    if _LIBC.unshare(CLONE_NEWNS) or _LIBC.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None):
-        raise UnsupportedError(f"cannot make a mount namespace: {os.strerror(ctypes.get_errno())}")
 
 
 def _image(work: Path, size_bytes: int) -> int:
