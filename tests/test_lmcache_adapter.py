@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import os
 import select
@@ -21,7 +22,7 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface  # noqa: 
 from kvtide.blocks import KEY  # noqa: E402
 from kvtide.errors import ConfigError, IoError  # noqa: E402
 from kvtide.integrations.lmcache import KvtideL2Adapter, adapter  # noqa: E402
-from kvtide.integrations.lmcache.forms import from_told, told  # noqa: E402
+from kvtide.integrations.lmcache.forms import from_told, text_of  # noqa: E402
 from kvtide.integrations.lmcache.names import Names  # noqa: E402
 
 SHAPE = (2, 4, 16, 32)  # 8 KiB of bfloat16
@@ -395,4 +396,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     one.close()
     with pytest.raises((TypeError, ValueError)):
         from_told([1, 2])
-    assert from_told(told(names(1)[0])) == names(1)[0]
+    (key,) = names(1)
+    assert from_told(json.loads(text_of(key))) == key
+    parts = [key.chunk_hash.hex(), key.model_name, key.kv_rank, key.object_group_id, key.cache_salt]
+    assert text_of(key) == json.dumps(parts)  # or what earlier versions stored would not be found

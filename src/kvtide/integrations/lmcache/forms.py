@@ -6,6 +6,7 @@ its form, and each form has a store of its own: bytes of another form are never 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -21,13 +22,18 @@ from kvtide.chunks.several import Kind
 _TEXT_MAX = 160  # of a fact; longer ones are told by their hash
 
 
-def told(key: ObjectKey) -> list[Any]:
-    """Return everything a key consists of, as JSON values."""
-    return [key.chunk_hash.hex(), key.model_name, key.kv_rank, key.object_group_id, key.cache_salt]
+def text_of(key: ObjectKey) -> str:
+    """Return everything a key consists of, as JSON. Keys differ in their content: the rest is written once."""
+    return f'["{key.chunk_hash.hex()}", {_rest(key.model_name, key.kv_rank, key.object_group_id, key.cache_salt)}]'
+
+
+@functools.lru_cache(1024)
+def _rest(*values: Any) -> str:
+    return json.dumps(values)[1:-1]
 
 
 def from_told(values: list[Any]) -> ObjectKey:
-    """Return the key that `told` gave `values` of.
+    """Return the key whose `text_of` holds these values.
 
     Raises: ValueError, TypeError if they are not those of a key.
     """
@@ -39,7 +45,7 @@ def from_told(values: list[Any]) -> ObjectKey:
 
 def keys_of(keys: Sequence[ObjectKey]) -> KeyArray:
     """Return one key of ours for each of `keys`, the same in every process. Shapes: returns [n]."""
-    parts = [hashlib.sha256(json.dumps(told(key)).encode()).digest() for key in keys]
+    parts = [hashlib.sha256(text_of(key).encode()).digest() for key in keys]
     return np.frombuffer(b"".join(parts), KEY)
 
 
@@ -49,9 +55,14 @@ def form_of(memory: Any) -> Kind:
         shapes, dtypes = memory.get_shapes(), memory.get_dtypes()
     except AssertionError:  # LMCache's way to say that it knows one only
         shapes, dtypes = [memory.get_shape()], [memory.get_dtype()]
+    return _form(tuple(map(tuple, shapes)), tuple(dtypes), getattr(memory.get_memory_format(), "name", ""))
+
+
+@functools.lru_cache(1024)
+def _form(shapes: tuple[Any, ...], dtypes: tuple[Any, ...], format_name: str) -> Kind:
     num_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
     parts = [f"{dtype} {'x'.join(map(str, shape))}" for shape, dtype in zip(shapes, dtypes, strict=True)]
-    text = f"{', '.join(parts)}; {getattr(memory.get_memory_format(), 'name', '')}"
+    text = f"{', '.join(parts)}; {format_name}"
     if len(text) > _TEXT_MAX:
         text = f"{text[: _TEXT_MAX - 66]}; {hashlib.sha256(text.encode()).hexdigest()}"
     return Kind(text, (num_bytes,))

@@ -21,7 +21,7 @@ from typing import TextIO
 from lmcache.v1.distributed.api import ObjectKey
 
 from kvtide.blocks import KeyArray
-from kvtide.integrations.lmcache.forms import from_told, keys_of, told
+from kvtide.integrations.lmcache.forms import from_told, keys_of, text_of
 from kvtide.tiers.guard import open_file, read_file, write_whole
 from kvtide.tiers.inspect import NAMES
 
@@ -102,7 +102,7 @@ class Names:
 
 
 def _line(name: ObjectKey) -> str:
-    return json.dumps(told(name)) + "\n"
+    return text_of(name) + "\n"
 
 
 def _read(path: Path) -> list[ObjectKey]:
