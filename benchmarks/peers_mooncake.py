@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ from kvtide.chunks import LOAD, STORE, ChunkOptions, ChunkStore, Transfer, fold
 from kvtide.io.ops import address_of
 from kvtide.tiers.contract import OK
 
-MEMORY = "1GiB"  # of Mooncake: more than the chunks of any round
+MEMORY = "5GiB"  # of Mooncake: more than the chunks of all rounds, since what was read is leased and stays
 LOCAL_BYTES = 64 << 20  # of the library's own
 
 
@@ -114,7 +113,7 @@ def running_mooncake() -> Iterator[str]:
         try:
             yield json.loads(process.stdout.readline())["url"]
         finally:
-            process.send_signal(signal.SIGINT)
+            process.terminate()  # a background job may have been told to ignore SIGINT
 
 
 def main() -> int:
