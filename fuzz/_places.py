@@ -90,6 +90,7 @@ class Disk:
         """Leave it as a killed owner does."""
         if self.space is not None:
             self.space.engine.close()
+            self.space.departures.abandon()
             os.close(self.space.fd)
             unlock(self.space.lock_fd)
             self.space.fd = self.space.lock_fd = -1

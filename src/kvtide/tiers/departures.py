@@ -105,6 +105,11 @@ class Departures:
     def close(self) -> None:
         """Write what was noted and give up the file. Idempotent."""
         self.flush()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Give up the file and what was not written. Idempotent."""
+        self._pending.clear()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

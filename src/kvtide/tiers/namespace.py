@@ -109,6 +109,7 @@ class OpenNamespace:
                 self.departures.close()
                 write_checkpoint(self.path, self.tier)
         finally:
+            self.departures.abandon()  # a forked child's copy, too, or what could not be closed
             os.close(self.fd)
             if self.opener.is_here:  # a child gave its share up, and may have a lock of its own by that number
                 unlock(self.lock_fd)
@@ -175,9 +176,13 @@ def open_namespace(
             )
             with named(path):
                 was_clean = take_checkpoint(path, tier, layout, identity.digest(), num_before)
-            if not was_clean:
-                tier.scan()
-                departures.note_scan()
+            try:
+                if not was_clean:
+                    tier.scan()
+                    departures.note_scan()
+            except BaseException:
+                departures.abandon()
+                raise
         except BaseException:
             backend.close()
             raise
