@@ -72,7 +72,8 @@ bench: $(STAMP)
 	for b in benchmarks/[a-z]*.py; do $(PY) $$b || exit 1; done
 
 # Beside the engines' own disk tiers, in their environments. What their file backends import beside:
-PEER_NEEDS := aiofile aiofiles blake3 lmcache-rust-raw-block-io transformers fastapi msgspec orjson pillow pybase64 pyzmq setproctitle triton
+PEER_NEEDS := aiofile aiofiles blake3 fastapi lmcache-rust-raw-block-io msgspec orjson pillow pybase64 pyzmq setproctitle \
+	transformers triton
 
 bench-peers: $(ENGINES)/.installed $(VLLM)/.installed $(STAMP)
 	$(ENGINES)/bin/python -m pip install --quiet $(PEER_NEEDS)

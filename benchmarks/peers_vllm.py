@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,14 +98,14 @@ def _look_ups_of(tier: Tier, repeats: int) -> list[float]:
     """Return the milliseconds of each look-up. One tier at a time: threads of the other would compute, too."""
     is_over = threading.Event()
     busy = threading.Thread(target=_spin, args=(is_over,))
-    try:
+    with closing(tier):
         tier.store([range(NUM_KEYS)])
         busy.start()
-        return [tier.look_up() * 1e3 for _ in range(repeats)]
-    finally:
-        is_over.set()
-        busy.join()
-        tier.close()
+        try:
+            return [tier.look_up() * 1e3 for _ in range(repeats)]
+        finally:
+            is_over.set()
+            busy.join()
 
 
 def beside_a_busy_processor(directory: Path, repeats: int) -> list[dict[str, Any]]:

@@ -84,7 +84,6 @@ def test_merged_rows_are_found_as_before_and_after_reopening(tmp_path: Path, met
 
 
 @pytest.mark.usefixtures("lance")
-@pytest.mark.usefixtures("lance")
 def test_logs_that_were_merged_are_written_again(tmp_path: Path) -> None:
     truth: Truth = {}
     recorder = Recorder()
@@ -123,6 +122,7 @@ def test_a_crash_after_a_spare_became_a_log_loses_nothing(tmp_path: Path) -> Non
         agree(memory, truth)
 
 
+@pytest.mark.usefixtures("lance")
 def test_a_large_segment_has_an_index_that_misses_little(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((4000, DIM)).astype(np.float32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -29,6 +28,7 @@ from kvtide.stores.rounds import queries_of, rounds_of
 from kvtide.stores.traced import reads_of
 from kvtide.trace.events import META, READ, WRITE, shaped
 from kvtide.trace.file import Extent
+from loops import await_loop, await_no_loop, loops
 
 needs_loop = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
@@ -229,15 +229,6 @@ def test_the_engines_are_listed() -> None:
     assert {each["name"] for each in json.loads(shown.stdout)} == set(ENGINES)
 
 
-def loops(under: Path) -> list[str]:
-    """Return backing files of loop devices that lie under a folder; deleted ones keep their path."""
-    found = []
-    for file in Path("/sys/block").glob("loop*/loop/backing_file"):
-        with contextlib.suppress(OSError):  # cleared meanwhile
-            found.append(file.read_text())
-    return [text for text in found if str(under) in text]
-
-
 @needs_loop
 @pytest.mark.root
 def test_a_store_is_measured_on_a_device_of_its_own(tmp_path: Path) -> None:
@@ -265,18 +256,12 @@ def test_ending_it_leaves_no_loop_device(tmp_path: Path, number: int) -> None:
     command = [sys.executable, "-m", "kvtide", "recall", "bench", "--engines", "sqlite", "--rows", "100000", "--rate"]
     command += ["100", "--disk", "64MiB", "--dim", "8", "--dir", str(tmp_path)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    until = time.monotonic() + 60
-    while not loops(tmp_path) and child.poll() is None and time.monotonic() < until:
-        time.sleep(0.05)
-    assert loops(tmp_path)
+    await_loop(child, tmp_path)
     time.sleep(0.5)
     os.kill(child.pid, number)
     child.communicate(timeout=60)
     assert child.returncode == (130 if number == signal.SIGINT else -number)
-    until = time.monotonic() + 20
-    while loops(tmp_path) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not loops(tmp_path)
+    await_no_loop(tmp_path, seconds=20)
 
 
 FILL = """

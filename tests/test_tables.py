@@ -15,7 +15,9 @@ WAITS = {"a read of a pipe": "sys.stdin.readline()", "a wait for a thread": "thr
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
 def test_ctrl_c_ends_a_wait_although_polars_is_loaded(wait: str) -> None:
     code = f"import sys, threading, kvtide.tables; print('now', flush=True); {wait}"
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=-1)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert child.stdout is not None
     child.stdout.readline()
     time.sleep(0.2)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 SIZE = 65536
 DAMAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
@@ -41,10 +42,21 @@ def exit_code(faults: dict[str, bool]) -> int:
     return int(all(faults.values()))
 
 
+def leave(code: int) -> NoReturn:
+    """End at once: reads that never return, and threads of libraries, are not waited for."""
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def depth_code(most: int) -> int:
+    """Return 1 if one file was read after the other, 0 if several at once, 2 if none was."""
+    return int(most == 1) if most else 2
+
+
 def most_read_at_once(files: list[Path], read: Callable[[], object], seconds: float = 2.0) -> int:
     """Return how many of the files `read` has open at once. Each is made a pipe, which holds up whoever reads it.
 
-    `read` never returns, so leave with os._exit.
+    `read` never returns: `leave` afterwards.
     """
     for path in files:
         path.rename(path.with_name(path.name + ".away"))

@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 SIZE = 65536
+KEY = make_offload_key(b"\x01" * 32, 0)
 
 
 def told(**said: object) -> None:
@@ -77,22 +78,21 @@ def config_of(folder: Path, *, revision: str, rope: dict[str, Any]) -> Offloadin
 
 
 class Tier:
-    """The tier `{"type": "fs"}` over memory for `num` chunks, `rows`, all of one job."""
+    """The tier `{"type": "fs"}` over memory for one chunk, `row`."""
 
-    def __init__(self, folder: str, config: OffloadingConfig, *, num: int = 1) -> None:
-        self.rows = np.frombuffer(mmap.mmap(-1, num * SIZE), np.uint8).reshape(num, SIZE)
-        self._keys = [make_offload_key(bytes([1 + index]) * 32, 0) for index in range(num)]
+    def __init__(self, folder: str, config: OffloadingConfig) -> None:
+        self.row = np.frombuffer(mmap.mmap(-1, SIZE), np.uint8).reshape(1, SIZE)
         events = SimpleNamespace(enable_kv_cache_events=False)
         spec = SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=events, extra_config={})
         self._tier = SecondaryTierFactory.create_secondary_tier(
-            {"type": "fs", "root_dir": folder}, memoryview(self.rows), spec
+            {"type": "fs", "root_dir": folder}, memoryview(self.row), spec
         )
         self._job = 0
 
     def has(self) -> bool:
         self._job += 1
         context = ReqContext(req_id=f"request-{self._job}")
-        while (said := self._tier.lookup(self._keys[0], context)) is LookupResult.RETRY:
+        while (said := self._tier.lookup(KEY, context)) is LookupResult.RETRY:
             self._tier.on_schedule_end(ScheduleEndContext((), ()))
             time.sleep(0.001)
         self._tier.on_request_finished(context)
@@ -102,7 +102,7 @@ class Tier:
         return self._run(self._tier.submit_store, is_load=False)
 
     def get(self) -> bool:
-        self.rows[:] = 0
+        self.row[:] = 0
         return self._run(self._tier.submit_load, is_load=True)
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class Tier:
 
     def _run(self, submit: Any, *, is_load: bool) -> bool:
         self._job += 1
-        submit(TransferJob(self._job, self._keys, np.arange(len(self._keys)), is_load, None))
+        submit(TransferJob(self._job, [KEY], np.array([0]), is_load, None))
         while not (done := list(self._tier.get_finished_jobs())):
             time.sleep(0.001)
         return bool(done[0].success)

@@ -7,12 +7,11 @@ Confirms: lmcache-fs flat-directory, orphans
 Confirms: lmcache-disk flat-directory
 """
 
-import os
 import sys
 import tempfile
 
 import torch
-from _disk import exit_code, files_of, kill_writers, most_in_one_directory
+from _disk import exit_code, files_of, kill_writers, leave, most_in_one_directory
 from _lmcache import L2, Disk, adapter_fs, told
 
 NUM, LARGE = 400, 8 << 20
@@ -54,6 +53,4 @@ with tempfile.TemporaryDirectory() as folder:
     most = most_in_one_directory(folder)
     told(objects=100, most_files_of_one_directory_of_disk=most)
     found["disk flat directory"] = most == 100
-    code = exit_code(found)
-    sys.stdout.flush()
-    os._exit(code)  # the manager's threads do not end
+    leave(exit_code(found))  # the manager's threads do not end

@@ -9,13 +9,11 @@ Confirms: lmcache-fs damage-flipped, damage-torn, damage-swapped, damage-sensele
 Confirms: lmcache-disk damage-flipped, damage-torn, damage-swapped, flipped-reads, one-missing
 """
 
-import os
-import sys
 import tempfile
 from collections.abc import Callable
 
 import torch
-from _disk import DAMAGE, SIZE, exit_code, files_of, told_bytes
+from _disk import DAMAGE, SIZE, exit_code, files_of, leave, told_bytes
 from _lmcache import L2, Disk, adapter_fs, told
 
 Damage = Callable[[bytes, bytes], bytes]
@@ -56,6 +54,4 @@ for kind, read in {"fs": of_fs, "disk": of_disk}.items():
             value = read(folder, damage)
             told(store=kind, damage=name, stored=f"{SIZE} x 0x11", given=value and told_bytes(value))
             wrong[f"{kind} {name}"] = value is not None and value != b"\x11" * SIZE
-code = exit_code(wrong)
-sys.stdout.flush()
-os._exit(code)  # the manager's threads do not end
+leave(exit_code(wrong))  # the manager's threads do not end

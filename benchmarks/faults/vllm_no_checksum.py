@@ -18,11 +18,11 @@ wrong = {}
 for name, damage in DAMAGE.items():
     with tempfile.TemporaryDirectory() as folder:
         tier = Tier(folder, plain_config())
-        tier.rows[:] = 0x11
+        tier.row[:] = 0x11
         tier.put()
         (path,) = Path(folder).rglob("*.bin")
         path.write_bytes(damage(path.read_bytes(), b"\x22" * SIZE))
-        found, given = tier.get(), bytes(tier.rows[0])
+        found, given = tier.get(), bytes(tier.row[0])
         told(damage=name, stored=f"{SIZE} x 0x11", load_says=found, given=told_bytes(given))
         wrong[name] = found and given != b"\x11" * SIZE
         tier.close()

@@ -20,12 +20,12 @@ with tempfile.TemporaryDirectory() as folder:
     model = Path(folder) / "model"
     model.mkdir()
     first = Tier(f"{folder}/kv", config_of(model, revision="main", rope=PLAIN))
-    first.rows[:] = 0x11
+    first.row[:] = 0x11
     told(stored_with="main, default RoPE", store_says=first.put())
     hits = {}
     for name, revision, rope in (("revision", "v2", PLAIN), ("rope", "main", YARN)):
         second = Tier(f"{folder}/kv", config_of(model, revision=revision, rope=rope))
-        hits[name] = second.has() and second.get() and bool((second.rows == 0x11).all())
+        hits[name] = second.has() and second.get() and bool((second.row == 0x11).all())
         told(**{f"hit_with_other_{name}": hits[name]})
         second.close()
     first.close()

@@ -26,8 +26,8 @@ class Worker:
 
     def __init__(self, engine: str, folder: Path, *, dim: int, seed: int, is_durable: bool, python: str = "") -> None:
         self.engine = engine
-        self._acked = os.memfd_create("kvtide-acked")  # without a name: however this process ends, it is gone
-        os.ftruncate(self._acked, ACKED.size)
+        self._acked = os.fdopen(os.memfd_create("kvtide-acked"), "r+b")  # nameless: it is gone however we end
+        self._acked.truncate(ACKED.size)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         command = [python or sys.executable, "-m", "kvtide.stores.worker"]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors)
@@ -39,11 +39,10 @@ class Worker:
                 dim=dim,
                 seed=seed,
                 durable=is_durable,
-                acked=f"/proc/{os.getpid()}/fd/{self._acked}",
+                acked=f"/proc/{os.getpid()}/fd/{self._acked.fileno()}",
             )
         except BaseException:
             self.kill()
-            os.close(self._acked)
             raise
 
     @property
@@ -54,7 +53,7 @@ class Worker:
     @property
     def num_acked(self) -> int:
         """Rows whose insertion was acknowledged, also after its death."""
-        return int(ACKED.unpack(os.pread(self._acked, ACKED.size, 0))[0])
+        return int(ACKED.unpack(os.pread(self._acked.fileno(), ACKED.size, 0))[0])
 
     def send(self, do: str, **what: object) -> None:
         """Give an order without waiting for the answer."""
@@ -101,7 +100,7 @@ class Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill()
-        os.close(self._acked)
+        self._acked.close()
 
     def _died(self) -> IoError:
         code = self._child.wait()

@@ -157,11 +157,11 @@ def open_namespace(
             _check_identity(path, identity)
         fd, is_direct = open_data(path / "data.kvt")
         backend = open_engine(engine, depth_max=depth_max)
+        departures = Departures(path / DEPARTURES)
         try:
             with named(path):
                 num_before = os.fstat(fd).st_size // layout.slot_bytes
                 _prepare_data(path, fd, backend, layout, identity.digest(), num_slots)
-            departures = Departures(path / DEPARTURES)
             tier = FileTier(
                 backend,
                 fd,
@@ -176,14 +176,11 @@ def open_namespace(
             )
             with named(path):
                 was_clean = take_checkpoint(path, tier, layout, identity.digest(), num_before)
-            try:
-                if not was_clean:
-                    tier.scan()
-                    departures.note_scan()
-            except BaseException:
-                departures.abandon()
-                raise
+            if not was_clean:
+                tier.scan()
+                departures.note_scan()
         except BaseException:
+            departures.abandon()
             backend.close()
             raise
     except BaseException:
