@@ -108,6 +108,33 @@ def test_logs_that_were_merged_are_written_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("lance")
+def test_a_process_that_ends_in_a_merge_without_close_ends_well(tmp_path: Path) -> None:
+    forgets = """if True:
+        import sys, time
+        from pathlib import Path
+        import numpy as np
+        from kvtide.recall import Memory
+        from kvtide.recall import merge
+        made, write = [], merge.write_segment
+        def slowly(parts):
+            for part in parts:
+                made.append(1)
+                time.sleep(0.01)
+                yield part
+        merge.write_segment = lambda path, parts, *more: write(path, slowly(parts), *more)
+        memory = Memory.open(Path(sys.argv[1]), 64, log_bytes=64 << 10, merge_rows=3000, index_rows=3000)
+        rows = np.random.default_rng(0).standard_normal((20000, 64)).astype(np.float32)
+        memory.add(np.arange(20000), rows)
+        while not made:
+            memory.add([20001], rows[:1])
+    """
+    ended = subprocess.run([sys.executable, "-c", forgets, tmp_path], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    with Memory.open(tmp_path, 64) as memory:
+        assert len(memory) >= 20000
+
+
+@pytest.mark.usefixtures("lance")
 def test_a_crash_after_a_spare_became_a_log_loses_nothing(tmp_path: Path) -> None:
     truth: Truth = {}
     with opened(tmp_path / "m") as memory:
@@ -132,6 +159,7 @@ def test_a_large_segment_has_an_index_that_misses_little(tmp_path: Path) -> None
         memory.merger.wait()
         memory.delete(np.arange(0, 4000, 2))
         assert memory._open_shelf().segments[0].entry.is_indexed
+        assert len(list(tmp_path.glob("segment-*/rows.lance/data/*"))) == 1  # however many batches it was written in
         queries = rows[:40] + 0.1
         found, scores = memory.search(queries, 10)
         exact = (queries / np.linalg.norm(queries, axis=1)[:, None]) @ (rows / np.linalg.norm(rows, axis=1)[:, None]).T

@@ -11,6 +11,7 @@ itself, as long as there are such: else they would come back when the log that k
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import logging
@@ -144,6 +145,7 @@ class Merger:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvtide-merge", daemon=True)
             self._thread.start()
+            atexit.register(self.close)  # a library's thread that outlives the interpreter aborts the process
 
     def wait(self) -> None:
         """Return when nothing is due, or a merge failed."""
@@ -156,6 +158,7 @@ class Merger:
         self._due.set()
         if self._thread is not None:
             self._thread.join()
+        atexit.unregister(self.close)
 
     def _run(self) -> None:
         while not self._is_closed:

@@ -6,6 +6,9 @@ Theory. A call of the library into a master that hangs does not come back, and c
 of this client's, which is left alone when it is late; until it is back every other call is refused. Such a late call
 may still touch the memory it was given: values are put straight from the caller's memory, whose checksum was taken
 before, so a change shows; they are got to memory of this client's own, and copied when the call was in time.
+
+Over TCP the library opens a connection a transfer, and each keeps a port for a minute: 28,000 values later there is
+none, and calls hang. So it is told to keep its connections, which take no more than 2,048 transfers at once.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -32,6 +36,7 @@ from kvtide.tiers.contract import FAILED, FULL, MISSING, OK, Statuses
 
 LOCAL_BUFFER_BYTES = 64 << 20  # of the library's own
 STAGING_BYTES = 48 << 20  # more than the remote tier asks for at once
+VALUES_MAX = 512  # of a call: two transfers each
 # The library's codes, read from its answers: RPC failures are -900 and -901 .. -909, no room -200, no such key -704,
 # a value larger than the place for it -600.
 RPC_FAILED = range(-909, -899)
@@ -64,6 +69,7 @@ class MooncakeClient:
             raise UnsupportedError(f"Mooncake is not here ({error}); type pip install 'kvtide[mooncake]'") from None
         _refuse_while_late()
         self._options = options
+        os.environ.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "1")
         self._store: Any = MooncakeDistributedStore()
         self._staging = aligned_buffer(STAGING_BYTES)
         self._worker = _Worker(options.timeout_s)
@@ -106,7 +112,12 @@ class MooncakeClient:
         if len(there):  # put leaves an object as it is
             self.remove([names[index] for index in there.tolist()])
         at, sizes = _scattered(values)
-        codes = self._codes(self._store.batch_put_from_multi_buffers, names, at, sizes, owner=values)
+        codes = np.empty(len(names), np.int64)
+        for start in range(0, len(names), VALUES_MAX):
+            some = slice(start, start + VALUES_MAX)
+            codes[some] = self._codes(
+                self._store.batch_put_from_multi_buffers, names[some], at[some], sizes[some], owner=values
+            )
         return np.where(codes == 0, OK, np.where(codes == NO_ROOM, FULL, FAILED)).astype(np.uint8)
 
     def get(self, names: list[str], values: Values) -> Statuses:
@@ -116,7 +127,7 @@ class MooncakeClient:
         ends = np.cumsum(sizes)
         while start < len(names):
             reach = STAGING_BYTES + (ends[start - 1] if start else 0)
-            end = max(start + 1, int(np.searchsorted(ends, reach, side="right")))
+            end = max(start + 1, int(np.searchsorted(ends[: start + VALUES_MAX], reach, side="right")))
             statuses[start:end] = self._get(names[start:end], values.take(slice(start, end)), sizes[start:end])
             start = end
         return statuses
