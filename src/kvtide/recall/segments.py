@@ -31,7 +31,9 @@ CHUNK_ROWS = 4096
 HELD_BYTES_MAX = 64 << 20  # of a segment's vectors: it is then searched in memory
 INDEX = "IVF_HNSW_SQ"
 NUM_PROBES, REFINE_FACTOR = 16, 2
-NUM_LOOKED_AT = 400  # by the index: of 135,000 x 256 recall@10 is 1.0, 0.96 with 100, 0.90 with Lance's own; +7 % of time
+NUM_LOOKED_AT = (
+    400  # by the index: of 135,000 x 256 recall@10 is 1.0, 0.96 with 100, 0.90 with Lance's own; +7 % of time
+)
 FILE_ROWS = 1 << 30  # of one file at most: Lance takes larger numbers for 0, and then makes a file of each batch
 EXACT_ROWS_MAX = 1024  # of so few rows all are compared
 MISSING = "segments need pylance; type: pip install 'kvtide[recall]'"
