@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 SIZE = 65536
+READ_CALLS = {"0", "17", "19", "295"}  # read, pread64, readv and preadv of x86-64
 DAMAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
     "flipped": lambda one, _: one[: SIZE // 2] + bytes([one[SIZE // 2] ^ 1]) + one[SIZE // 2 + 1 :],
     "torn": lambda one, _: one[: len(one) // 2] + bytes(len(one) - len(one) // 2),
@@ -71,6 +72,25 @@ def most_read_at_once(files: list[Path], read: Callable[[], object], seconds: fl
                     held[path] = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
         time.sleep(0.05)
     return len(held)
+
+
+def most_in_reads(read: Callable[[], object]) -> int:
+    """Return how many other threads of this process are in a read at once, at most, while `read` runs."""
+    reading = threading.Thread(target=read)
+    reading.start()
+    most, own = 0, str(threading.get_native_id())
+    while reading.is_alive():
+        calls = [_call_of(task) for task in Path("/proc/self/task").iterdir() if task.name != own]
+        most = max(most, sum(call in READ_CALLS for call in calls))
+    return most
+
+
+def _call_of(task: Path) -> str:
+    """Return the number of the system call a thread waits in."""
+    try:
+        return (task / "syscall").read_text().partition(" ")[0]
+    except OSError:  # it ended
+        return ""
 
 
 def kill_writers(script: str, folder: str, kills: int = 3) -> None:

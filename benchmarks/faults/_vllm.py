@@ -4,6 +4,7 @@ import os
 
 os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_TARGET_DEVICE="cpu")
 
+import hashlib
 import json
 import mmap
 import time
@@ -25,7 +26,6 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 SIZE = 65536
-KEY = make_offload_key(b"\x01" * 32, 0)
 
 
 def told(**said: object) -> None:
@@ -78,10 +78,11 @@ def config_of(folder: Path, *, revision: str, rope: dict[str, Any]) -> Offloadin
 
 
 class Tier:
-    """The tier `{"type": "fs"}` over memory for one chunk, `row`."""
+    """The tier `{"type": "fs"}` over memory for `num` chunks, `row`; what is put or got is all rows, in one job."""
 
-    def __init__(self, folder: str, config: OffloadingConfig) -> None:
-        self.row = np.frombuffer(mmap.mmap(-1, SIZE), np.uint8).reshape(1, SIZE)
+    def __init__(self, folder: str, config: OffloadingConfig, num: int = 1) -> None:
+        self.row = np.frombuffer(mmap.mmap(-1, num * SIZE), np.uint8).reshape(num, SIZE)
+        self._keys = [make_offload_key(hashlib.sha256(b"%d" % number).digest(), 0) for number in range(num)]
         events = SimpleNamespace(enable_kv_cache_events=False)
         spec = SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=events, extra_config={})
         self._tier = SecondaryTierFactory.create_secondary_tier(
@@ -92,25 +93,30 @@ class Tier:
     def has(self) -> bool:
         self._job += 1
         context = ReqContext(req_id=f"request-{self._job}")
-        while (said := self._tier.lookup(KEY, context)) is LookupResult.RETRY:
+        while (said := self._tier.lookup(self._keys[0], context)) is LookupResult.RETRY:
             self._tier.on_schedule_end(ScheduleEndContext((), ()))
             time.sleep(0.001)
         self._tier.on_request_finished(context)
         return said is LookupResult.HIT
 
     def put(self) -> bool:
-        return self._run(self._tier.submit_store, is_load=False)
+        return self._run(self._tier.submit_store, 1, is_load=False)
 
-    def get(self) -> bool:
+    def get(self, num_jobs: int = 1) -> bool:
+        """Load all rows, as one job or as several."""
         self.row[:] = 0
-        return self._run(self._tier.submit_load, is_load=True)
+        return self._run(self._tier.submit_load, num_jobs, is_load=True)
 
     def close(self) -> None:
         self._tier.shutdown()
 
-    def _run(self, submit: Any, *, is_load: bool) -> bool:
-        self._job += 1
-        submit(TransferJob(self._job, [KEY], np.array([0]), is_load, None))
-        while not (done := list(self._tier.get_finished_jobs())):
+    def _run(self, submit: Any, num_jobs: int, *, is_load: bool) -> bool:
+        rows = np.arange(len(self.row))
+        for part in np.array_split(rows, num_jobs):
+            self._job += 1
+            submit(TransferJob(self._job, [self._keys[row] for row in part], part, is_load, None))
+        done: list[Any] = []
+        while len(done) < num_jobs:
+            done += self._tier.get_finished_jobs()
             time.sleep(0.001)
-        return bool(done[0].success)
+        return all(one.success for one in done)
