@@ -69,7 +69,7 @@ class MooncakeClient:
             raise UnsupportedError(f"Mooncake is not here ({error}); type pip install 'kvtide[mooncake]'") from None
         _refuse_while_late()
         self._options = options
-        os.environ.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "1")
+        os.putenv("MC_TCP_ENABLE_CONNECTION_POOL", "1")  # the library asks for it at set-up
         self._store: Any = MooncakeDistributedStore()
         self._staging = aligned_buffer(STAGING_BYTES)
         self._worker = _Worker(options.timeout_s)
