@@ -5,6 +5,8 @@ Decides in which steps the parts of a group reach the file, as the theory in `fi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
@@ -17,7 +19,8 @@ from kvtide.tiers.header import HeaderCodec
 from kvtide.tiers.slotio import SlotIo
 from kvtide.tiers.slots import SlotTable
 
-PORTION_BYTES = 8 << 20  # written at once where slots are packed: several operations of the largest size
+PORTION_BYTES = 16 << 20  # written at once where slots are packed: many operations of the largest size
+FIRST_SHARE = 4  # of a portion goes first: the drive has nothing to do while that is hashed
 
 Written = tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64], npt.NDArray[np.uint8]]
 """Which slots are whole, and of each the checksums of its fragments and its proof."""
@@ -49,11 +52,9 @@ class SlotWriter:
         checksums, good = np.empty((num, num_fragments), np.uint64), np.zeros(num, np.bool_)
         pages = aligned_buffer(num * self._layout.header_bytes).reshape(num, self._layout.header_bytes)
         self._table.has_header[slots] = True  # even a failed write may have landed
-        portion = max(1, PORTION_BYTES // self._layout.slot_bytes)
         begun: list[tuple[slice, Merged]] = []
-        for first in range(0, num, portion):
-            rows = slice(first, min(num, first + portion))
-            fragments = np.tile(np.arange(num_fragments), rows.stop - first)
+        for rows in self._portions(num):
+            fragments = np.tile(np.arange(num_fragments), rows.stop - rows.start)
             at = addresses[rows].ravel()
             checksums[rows] = self._io.checksums(fragments, at).reshape(-1, num_fragments)
             self._codec.encode(records.take(rows), sequences[rows], checksums[rows], pages[rows], proofs[rows])
@@ -65,6 +66,14 @@ class SlotWriter:
         for rows, merged in begun:
             self._end_packed(rows, merged, slots, good, cause)
         return good, checksums, proofs
+
+    def _portions(self, num: int) -> Iterator[slice]:
+        """Yield which of `num` slots are hashed and written at once."""
+        portion = max(1, PORTION_BYTES // self._layout.slot_bytes)
+        start, end = 0, min(num, max(1, portion // FIRST_SHARE))
+        while start < num:
+            yield slice(start, end)
+            start, end = end, min(num, end + portion)
 
     def _end_packed(
         self, rows: slice, merged: Merged, slots: npt.NDArray[np.int64], good: npt.NDArray[np.bool_], cause: Cause

@@ -25,7 +25,7 @@ from kvtide.check.contract import MODEL, Reported, Setup, Traits
 from kvtide.check.foreign.jobs import PAUSE_S, JobTarget
 
 CHUNK_TOKENS = 16
-STORE_S = 5.0  # a store that is not in the index by then is taken for failed
+STORE_S, NEXT_STORE_S = 5.0, 0.5  # a store that is not in the index by then is taken for failed; after one that was not
 DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 MANY_BYTES, META_BYTES = 256 << 20, 1 << 20  # without a bound; of raw_block's index
 
@@ -195,7 +195,7 @@ class LmcacheDiskTarget:
         self._dtype, self._shape = DTYPES[setup.identity["dtype"]], torch.Size((2, 1, CHUNK_TOKENS, row))
         ranks, shape = (tp, tp, 0, 0), (1, 2, CHUNK_TOKENS, 1, row)
         metadata = LMCacheMetadata(MODEL, *ranks, self._dtype, shape, role="worker", chunk_size=CHUNK_TOKENS)
-        self._tokens = ChunkedTokenDatabase(config, metadata)
+        self._tokens, self._patience_s = ChunkedTokenDatabase(config, metadata), STORE_S
         self._manager = StorageManager(config, metadata, EventManager())
         self._disk = self._manager.storage_backends["LocalDiskBackend"]
 
@@ -238,9 +238,13 @@ class LmcacheDiskTarget:
         self._manager.close()
 
     def _settle(self, key: Any) -> None:
-        until = time.monotonic() + STORE_S
-        while self._disk.exists_in_put_tasks(key) and time.monotonic() < until:
+        until = time.monotonic() + self._patience_s
+        while self._disk.exists_in_put_tasks(key):
+            if time.monotonic() > until:
+                self._patience_s = NEXT_STORE_S
+                return
             time.sleep(PAUSE_S)
+        self._patience_s = STORE_S
 
 
 def _engine_key(text: bytes) -> Any:
