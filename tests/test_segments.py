@@ -150,11 +150,12 @@ def test_a_crash_after_a_spare_became_a_log_loses_nothing(tmp_path: Path) -> Non
         agree(memory, truth)
 
 
+@pytest.mark.parametrize("dim", [12, 48])  # the index of the one is of another kind than that of the other
 @pytest.mark.usefixtures("lance")
-def test_a_large_segment_has_an_index_that_misses_little(tmp_path: Path) -> None:
+def test_a_large_segment_has_an_index_that_misses_little(tmp_path: Path, dim: int) -> None:
     rng = np.random.default_rng(0)
-    rows = rng.standard_normal((4000, DIM)).astype(np.float32)
-    with opened(tmp_path, merge_rows=3000, index_rows=3000) as memory:
+    rows = rng.standard_normal((4000, dim)).astype(np.float32)
+    with Memory.open(tmp_path, dim, log_bytes=64 << 10, merge_rows=3000, index_rows=3000) as memory:
         for first in range(0, 4000, 500):
             memory.add(np.arange(first, first + 500), rows[first : first + 500])
         memory.merger.wait()

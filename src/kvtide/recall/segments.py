@@ -29,11 +29,9 @@ from kvtide.recall.scores import Hits, Metric, factors, join, score, top
 
 CHUNK_ROWS = 4096
 HELD_BYTES_MAX = 64 << 20  # of a segment's vectors: it is then searched in memory
-INDEX = "IVF_HNSW_SQ"
-NUM_PROBES, REFINE_FACTOR = 16, 2
-NUM_LOOKED_AT = (
-    400  # by the index: of 135,000 x 256 recall@10 is 1.0, 0.96 with 100, 0.90 with Lance's own; +7 % of time
-)
+PARTITION_ROWS = 4096
+BITS = 3  # of a dimension, in codes that rank candidates; 2 rank less well for queries far from all rows
+REFINE_FACTOR = 4  # candidates for each row wanted: their vectors are read, and rank them exactly
 FILE_ROWS = 1 << 30  # of one file at most: Lance takes larger numbers for 0, and then makes a file of each batch
 EXACT_ROWS_MAX = 1024  # of so few rows all are compared
 MISSING = "segments need pylance; type: pip install 'kvtide[recall]'"
@@ -175,8 +173,8 @@ class Segment:
         return best
 
     def _nearest(self, query: Vectors, k: int, wanted: npt.NDArray[np.bool_]) -> Ids:
-        num = REFINE_FACTOR * k
-        asked = {"column": "vector", "q": query, "k": num, "nprobes": NUM_PROBES, "ef": max(NUM_LOOKED_AT, 2 * num)}
+        probes = max(32, 3 * _partitions(self.num_rows) // 4)  # of fewer all: half of them would cost 10 % of recall
+        asked = {"column": "vector", "q": query, "k": REFINE_FACTOR * k, "nprobes": probes}
         with _told(self.folder):
             found = self._lance.scanner(columns=["row", "_distance"], nearest=asked).to_table()
             rows = _array(found["row"], np.int64)
@@ -246,7 +244,10 @@ def write_segment(
             _batches(parts, metric, dim, seen), str(folder / "rows.lance"), mode="create", max_rows_per_file=FILE_ROWS
         )
         if entry.is_indexed:
-            made.create_index("vector", INDEX, metric=metric)
+            kind = (
+                {"index_type": "IVF_SQ"} if dim % 8 else {"index_type": "IVF_RQ", "num_bits": BITS}
+            )  # RQ takes no other
+            made.create_index("vector", metric=metric, num_partitions=_partitions(made.count_rows()), **kind)
         sync_tree(folder)
     ids = np.concatenate([one for one, _ in seen]) if seen else np.zeros(0, np.int64)
     checks = np.concatenate([one for _, one in seen]) if seen else np.zeros(0, np.uint64)
@@ -256,6 +257,10 @@ def write_segment(
     )
     write_entry(path, whole)
     return whole
+
+
+def _partitions(num_rows: int) -> int:
+    return -(-num_rows // PARTITION_ROWS)
 
 
 def _batches(parts: Iterable[Rows], metric: Metric, dim: int, seen: list[tuple[Ids, npt.NDArray[np.uint64]]]) -> Any:
