@@ -44,7 +44,7 @@ def exit_code(faults: dict[str, bool]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End at once: reads that never return, and threads of libraries, are not waited for."""
+    """End at once, with no folder removed: reads that never return, and threads of libraries, are not waited for."""
     sys.stdout.flush()
     os._exit(code)
 

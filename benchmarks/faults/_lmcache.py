@@ -4,9 +4,12 @@ import os
 
 os.environ.update(LMCACHE_TRACK_USAGE="false", LMCACHE_LOG_LEVEL="CRITICAL", DO_NOT_TRACK="1")
 
+import importlib.util
 import mmap
+import sys
 import time
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +17,12 @@ import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ipc_key_to_object_keys
 from lmcache.v1.distributed.l2_adapters.factory import create_l2_adapter_from_registry
 from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import FSL2AdapterConfig
+from lmcache.v1.distributed.l2_adapters.raw_block_l2_adapter import RawBlockL2AdapterConfig
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
+
+VALUE_BYTES, HEADER_BYTES, INDEX_BYTES = 65536, 4096, 1 << 20  # of raw_block: a slot is a value behind its header
 
 
 def told(**said: object) -> None:
@@ -28,6 +34,18 @@ def told(**said: object) -> None:
 def adapter_fs(folder: str, *, direct: bool = False) -> Any:
     """Return the configuration of the adapter `fs`."""
     return FSL2AdapterConfig(folder, use_odirect=direct)
+
+
+def adapter_raw_block(folder: str, *, slots: int = 32, direct: bool = False) -> Any:
+    """Return the configuration of the adapter `raw_block` on a file of as many slots for values of 64 KiB."""
+    if importlib.util.find_spec("lmcache_rust_raw_block_io") is None:
+        sys.exit(print("lmcache-rust-raw-block-io is not installed here", file=sys.stderr) or 2)
+    path, slot = Path(folder) / "device", HEADER_BYTES + VALUE_BYTES
+    if not path.exists():
+        path.touch()
+        os.truncate(path, INDEX_BYTES + slots * slot)
+    sizes = {"slot_bytes": slot, "header_bytes": HEADER_BYTES, "meta_total_bytes": INDEX_BYTES}
+    return RawBlockL2AdapterConfig(device_path=str(path), use_odirect=direct, **sizes)
 
 
 def page_aligned(size: int) -> torch.Tensor:
@@ -58,6 +76,7 @@ class L2:
         task = self.adapter.submit_lookup_and_lock_task([key], {0: MemoryLayoutDesc([like.shape], [like.dtype])})
         while (found := self.adapter.query_lookup_and_lock_result(task)) is None:
             time.sleep(0.001)
+        self.adapter.submit_unlock([key])
         return bool(found.get_indices_list())
 
     def get(self, key: Any, into: torch.Tensor) -> bool:

@@ -21,4 +21,4 @@ with tempfile.TemporaryDirectory() as folder:
     rooms = [torch.zeros(SIZE, dtype=torch.uint8) for _ in keys]
     most = most_read_at_once(files_of(folder), lambda: store.get_all(keys, rooms))
     told(objects_of_the_task=NUM, read_at_once=most)
-    leave(depth_code(most))
+leave(depth_code(most))

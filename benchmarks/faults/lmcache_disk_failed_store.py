@@ -26,4 +26,4 @@ with tempfile.TemporaryDirectory() as folder:
     told(still_under_way=disk.backend.exists_in_put_tasks(key), bytes_counted=disk.backend.current_cache_size)
     again = disk.put(key, 0x11, wait_s=5.0)
     told(second_store=again)
-    leave(int(not again))
+leave(int(not again))

@@ -1,8 +1,9 @@
 """LMCache's local disk: a file that was cut off is read as whole. What is missing of it is what the memory held before.
 
+A disk that keeps half of a new file's bytes and says that it wrote all leaves such a file as well.
 Uses only LMCache. Exits with 1 while the fault is there, with 0 when it is not.
 
-Confirms: lmcache-disk damage-truncated, damage-emptied, short-read
+Confirms: lmcache-disk damage-truncated, damage-emptied, short-read, lost-writes
 """
 
 import os
@@ -22,4 +23,4 @@ with tempfile.TemporaryDirectory() as folder:
     (value,) = disk.get(keys[1:])
     found = None if value is None else {f"{byte:#x}": value.count(byte) for byte in set(value)}
     told(file_bytes=1024, given_of_key_2=found)
-    leave(int(value is not None and value != b"\x22" * 65536))
+leave(int(value is not None and value != b"\x22" * 65536))

@@ -53,4 +53,4 @@ with tempfile.TemporaryDirectory() as folder:
     most = most_in_one_directory(folder)
     told(objects=100, most_files_of_one_directory_of_disk=most)
     found["disk flat directory"] = most == 100
-    leave(exit_code(found))  # the manager's threads do not end
+leave(exit_code(found))  # the manager's threads do not end

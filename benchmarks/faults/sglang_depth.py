@@ -21,4 +21,4 @@ with tempfile.TemporaryDirectory() as folder:
     pages = [torch.zeros(SIZE, dtype=torch.uint8) for _ in keys]
     most = most_read_at_once(files_of(folder), lambda: store.batch_get(keys, pages))
     told(pages_of_the_batch=NUM, read_at_once=most)
-    leave(depth_code(most))
+leave(depth_code(most))

@@ -19,4 +19,4 @@ with tempfile.TemporaryDirectory() as folder:
     one = max(most_in_reads(tier.get) for _ in range(REPEATS))
     several = max(most_in_reads(lambda: tier.get(JOBS)) for _ in range(REPEATS))
     told(chunks=NUM, read_at_once_of_one_job=one, read_at_once_of_16_jobs=several)
-    leave(2 if several < 2 or not one else int(one == 1))
+leave(2 if several < 2 or not one else int(one == 1))
