@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _disk import SIZE
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ipc_key_to_object_keys
 from lmcache.v1.distributed.l2_adapters.factory import create_l2_adapter_from_registry
 from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import FSL2AdapterConfig
@@ -22,7 +23,7 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, Tensor
 from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
-VALUE_BYTES, HEADER_BYTES, INDEX_BYTES = 65536, 4096, 1 << 20  # of raw_block: a slot is a value behind its header
+HEADER_BYTES, INDEX_BYTES = 4096, 1 << 20  # of raw_block: a slot is a value behind its header
 
 
 def told(**said: object) -> None:
@@ -40,7 +41,7 @@ def adapter_raw_block(folder: str, *, slots: int = 32, direct: bool = False) -> 
     """Return the configuration of the adapter `raw_block` on a file of as many slots for values of 64 KiB."""
     if importlib.util.find_spec("lmcache_rust_raw_block_io") is None:
         sys.exit(print("lmcache-rust-raw-block-io is not installed here", file=sys.stderr) or 2)
-    path, slot = Path(folder) / "device", HEADER_BYTES + VALUE_BYTES
+    path, slot = Path(folder) / "device", HEADER_BYTES + SIZE
     if not path.exists():
         path.touch()
         os.truncate(path, INDEX_BYTES + slots * slot)
