@@ -39,7 +39,7 @@ TABLES = (
     Table(
         "merged",
         ("kvtide",),
-        BenchOptions(rows=150_000, rate=1000, queries=30, disk_bytes=2 * GIB, kills=0, cuts_s=()),
+        BenchOptions(rows=160_000, rate=1000, queries=30, disk_bytes=2 * GIB, kills=0, cuts_s=()),
     ),
     Table(
         "slow",

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 SIZE = 65536
@@ -47,6 +48,15 @@ def leave(code: int) -> NoReturn:
     """End at once, with no folder removed: reads that never return, and threads of libraries, are not waited for."""
     sys.stdout.flush()
     os._exit(code)
+
+
+def _cannot_tell(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+    """End with 2: what nobody caught says nothing of the fault, and Python's own code for it is 1."""
+    sys.__excepthook__(kind, error, at)
+    leave(2)
+
+
+sys.excepthook = _cannot_tell
 
 
 def depth_code(most: int) -> int:

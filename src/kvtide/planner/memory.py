@@ -18,6 +18,7 @@ COMMIT_S = 0.010  # kvtide's longest delay of a commit
 READ_AHEAD_BYTES = 128 << 10  # the kernel's default: what a scan reads at once
 JOURNAL_BYTES = 3 * PAGE_BYTES  # ext4, when a synced file grew: descriptor, inode table block, commit block
 KEY_BYTES = 8
+INDEX_BITS, CANDIDATES = 3, 80  # of a dimension in a segment's index; whose vectors are read to find 10 rows
 DEGREE, SEARCH_LIST, BEAM = 32, 64, 4  # of a DiskANN index, as kvtide recall bench builds it
 ROWS_MAX = 10**12
 
@@ -100,9 +101,16 @@ def _scan(case: MemoryCase) -> tuple[float, float, float]:
 
 
 def _kvtide(case: MemoryCase) -> MemoryPlan:
+    """Rows are compared in memory until a segment has an index; then candidates' vectors are read."""
     grouped = 1.0 if case.is_durable else max(1.0, case.rate * COMMIT_S)
-    written = segment_log(row_bytes=case.row_bytes, rows_per_commit=grouped, rows=case.rows)
-    return MemoryPlan("kvtide", written, 0, 0, 0, "group commit of 10 ms, segments in tiers x 8, vectors in memory")
+    share = INDEX_BITS / 32 if case.dim % 8 == 0 else 1 / 4
+    written = segment_log(row_bytes=case.row_bytes, rows_per_commit=grouped, rows=case.rows, index_share=share)
+    reads = CANDIDATES if written.compaction else 0
+    size = reads * math.ceil(case.row_bytes / PAGE_BYTES) * PAGE_BYTES
+    how = "each row durable" if case.is_durable else "group commit of 10 ms"
+    return MemoryPlan(
+        "kvtide", written, reads, 1 if reads else 0, size, f"{how}, segments in tiers x 8, codes in memory"
+    )
 
 
 def _tree(case: MemoryCase) -> Tree:

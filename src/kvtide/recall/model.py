@@ -31,6 +31,8 @@ from kvtide.errors import ConfigError
 
 PAGE_BYTES = 4096
 LEVELS_MAX = 7  # RocksDB's num_levels
+RING_BYTES, JOURNAL_BYTES = 128 << 10, 12 << 10  # of a memory's ring; of ext4's journal, at a sync of new space
+PACKED = 0.86  # of float32 whose byte of sign and exponent takes few values: it shrinks to 0.45
 END = 0.5  # of a file: what a compaction rewrites beside what it overlaps
 
 
@@ -140,32 +142,47 @@ def segment_log(
     *,
     row_bytes: int,
     rows_per_commit: float,
-    header_bytes: int = 32,
-    journal_bytes: float = 0.0,
-    tier_rows: int = 2048,
-    tier_ratio: int = 8,
     rows: int,
-    is_log_the_segment: bool = False,
+    header_bytes: int = 32,
+    merge_rows: int = 65_536,
+    tier_ratio: int = 8,
+    index_share: float = 0.0,
 ) -> Written:
-    """Return what a page-aligned log with segments merged in tiers writes.
+    """Return what a page-aligned log writes that is read in place until its rows are merged into segments, in tiers.
 
-    A commit writes whole pages; `journal_bytes` is what the file system adds to it, 0 for a preallocated log. Each
-    tier writes the rows once more. `is_log_the_segment`: a sealed log is read in place until the first merge.
+    A commit takes as many of the waiting rows as fill pages best. Space that was never written before (all of it, until
+    the first merge leaves logs to write over) costs a group twice, in a packed ring and in the log, or a journal write.
+    `index_share` is an index's bytes, of its rows'. Theory: `recall.log`, `recall.ring`, `recall.pack`.
     Raises: ConfigError for sizes below 1.
     """
-    if min(row_bytes, tier_rows, rows) < 1 or rows_per_commit < 1 or tier_ratio < 2:
+    if min(row_bytes, merge_rows, rows) < 1 or rows_per_commit < 1 or tier_ratio < 2:
         raise ConfigError(
             f"a log of {rows} rows of {row_bytes} bytes, {rows_per_commit} a commit, tiers x {tier_ratio}: "
             "rows, bytes and commits of 1 and more, and tiers x 2 and more, are needed"
         )
-    pages = math.ceil(rows_per_commit * (row_bytes + header_bytes) / PAGE_BYTES)
-    log = (pages * PAGE_BYTES + journal_bytes) / (rows_per_commit * row_bytes)
+    whole = row_bytes + header_bytes
+    again = _in_pages(whole, row_bytes, rows_per_commit)
+    ring = _in_pages(whole, row_bytes, rows_per_commit, packed=PACKED)
+    by_ring = ring + whole / row_bytes + ring * JOURNAL_BYTES / RING_BYTES
+    first = min(by_ring, again + JOURNAL_BYTES / (rows_per_commit * row_bytes))
+    num_first = min(rows, merge_rows)
     costs: list[float] = []
-    size = tier_rows * tier_ratio
+    size = merge_rows
     while size <= rows:
         costs.append((rows // size) * size / rows)
         size *= tier_ratio
-    return Written(log, 0.0 if is_log_the_segment else 1.0, tuple(costs))
+    log = (first * num_first + again * (rows - num_first)) / rows
+    return Written(log, 0.0, tuple(costs), index_share * sum(costs))
+
+
+def _in_pages(whole: int, row_bytes: int, rows_max: float, packed: float = 1.0) -> float:
+    """Return the pages that a group takes over the bytes of its rows, for the best of up to `rows_max` rows."""
+    most = max(1, int(rows_max))
+    found = []
+    for num in range(max(1, most - 31), most + 1):
+        size = num * whole * (packed if num * whole > PAGE_BYTES else 1.0)
+        found.append(math.ceil(size / PAGE_BYTES) * PAGE_BYTES / (num * row_bytes))
+    return min(found)
 
 
 def b_tree(
