@@ -121,7 +121,7 @@ def orphans(bench: Bench) -> Verdict:
     used = damage.used_bytes(setup.directory)
     capacity = setup.capacity_bytes or 0
     is_reserved = any(path.stat().st_size > capacity // 2 for path in damage.files_of(setup.directory))
-    most = max(held * (size + 8192), capacity if is_reserved and bench.traits.is_bounded else 0) + size // 4
+    most = max(held * (size + 8192), capacity if is_reserved else 0) + size // 4
     if used > most:
         fail(f"after {kills} SIGKILLs {held} values of {size} bytes can be read, files take {used} bytes", f"{kills}")
     return passed(f"after {kills} SIGKILLs {held} values of {size} bytes can be read, files take {used} bytes")

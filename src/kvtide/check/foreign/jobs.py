@@ -44,13 +44,24 @@ class JobTarget:
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Read what the look-up says is there, all in one job."""
-        there = [place for place, is_there in enumerate(self.has(keys)) if is_there]
+        there = [place for place, is_there in enumerate(self._hold(keys)) if is_there]
         found = list[bytes | None]([None] * len(keys))
         if there:
-            job = self._begin("get", [keys[place] for place in there], (), is_own=True)
-            for place, value in zip(there, self._await(job), strict=True):
+            held = [keys[place] for place in there]
+            try:
+                values = self._await(self._begin("get", held, (), is_own=True))
+            finally:
+                self._release(held)
+            for place, value in zip(there, values, strict=True):
                 found[place] = value if isinstance(value, bytes) else None
         return found
+
+    def _hold(self, keys: Sequence[bytes]) -> list[bool]:
+        """Look keys up, and have those that are there kept until `_release`, where the store can do that."""
+        return self.has(keys)
+
+    def _release(self, keys: Sequence[bytes]) -> None:
+        """Undo `_hold` of keys that were there."""
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         raise NotImplementedError

@@ -61,13 +61,17 @@ class L2Target(JobTarget):
         return found
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        asked = [_key(key) for key in keys]
-        found = self._looked_up(asked)
-        self._adapter.submit_unlock([key for key, there in zip(asked, found, strict=True) if there])
+        found = self._hold(keys)
+        self._release([key for key, is_there in zip(keys, found, strict=True) if is_there])
         return found
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        self._adapter.delete([_key(key) for key in keys])
+        """Delete until nothing is left: what a load has locked stays, and that is not told."""
+        until = time.monotonic() + STORE_S
+        left = list(keys)
+        while left and time.monotonic() < until:
+            self._adapter.delete([_key(key) for key in left])
+            left = [key for key, is_there in zip(left, self.has(left), strict=True) if is_there]
 
     def reported(self) -> Reported:
         return Reported(used_bytes=self._adapter.get_usage().total_bytes_used)
@@ -75,12 +79,15 @@ class L2Target(JobTarget):
     def close(self) -> None:
         self._adapter.close()
 
-    def _looked_up(self, keys: list[ObjectKey]) -> list[bool]:
-        task = self._adapter.submit_lookup_and_lock_task(keys, {0: self._layout})
+    def _hold(self, keys: Sequence[bytes]) -> list[bool]:
+        task = self._adapter.submit_lookup_and_lock_task([_key(key) for key in keys], {0: self._layout})
         while (found := self._adapter.query_lookup_and_lock_result(task)) is None:
             time.sleep(PAUSE_S)
         there = set(found.get_indices_list())
         return [place in there for place in range(len(keys))]
+
+    def _release(self, keys: Sequence[bytes]) -> None:
+        self._adapter.submit_unlock([_key(key) for key in keys])
 
     def _submit(self, job: int, kind: str, keys: Sequence[bytes], rows: Any) -> None:
         asked, objects = [_key(key) for key in keys], [self._object(torch.from_numpy(row)) for row in rows]
