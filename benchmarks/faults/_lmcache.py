@@ -74,11 +74,14 @@ class L2:
             time.sleep(0.001)
 
     def has(self, key: Any, like: torch.Tensor) -> bool:
-        task = self.adapter.submit_lookup_and_lock_task([key], {0: MemoryLayoutDesc([like.shape], [like.dtype])})
+        return bool(self.num_there([key], like))
+
+    def num_there(self, keys: list[Any], like: torch.Tensor) -> int:
+        task = self.adapter.submit_lookup_and_lock_task(keys, {0: MemoryLayoutDesc([like.shape], [like.dtype])})
         while (found := self.adapter.query_lookup_and_lock_result(task)) is None:
             time.sleep(0.001)
-        self.adapter.submit_unlock([key])
-        return bool(found.get_indices_list())
+        self.adapter.submit_unlock(keys)
+        return len(found.get_indices_list())
 
     def get(self, key: Any, into: torch.Tensor) -> bool:
         return self.get_all([key], [into])
