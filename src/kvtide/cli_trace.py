@@ -217,10 +217,10 @@ def _follow(
 
     gauges = Gauges(ask.caps.name, lambda: family(roots))
     about.start_ns, about.epoch_ns = time.monotonic_ns(), time.time_ns()
-    if child is not None:
-        child.send_signal(signal.SIGCONT)
     until = about.start_ns + int(ask.seconds * 1e9) if ask.seconds else None
     with _counting_ctrl_c() as ctrl_c:
+        if child is not None:
+            child.send_signal(signal.SIGCONT)
         _wait(child, ask.pid, until, gauges, writer, console, ctrl_c)
         if ctrl_c:
             about.notes.append("Interrupted: the trace ends there.")
