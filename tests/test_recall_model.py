@@ -44,22 +44,39 @@ def test_first_files_of_a_level_are_moved_and_not_written() -> None:
     assert written.compaction[-1] == 0
 
 
-def test_a_memory_writes_what_was_counted_at_the_device() -> None:
+def test_a_memory_writes_and_reads_what_was_counted_at_the_device() -> None:
     """Of 256 float32, 1,000 rows a second: benchmarks/results/recall_bench.json."""
     tables = json.loads((RESULT.parent / "recall_bench.json").read_text())["tables"]
-    for name, rows_per_commit, rows in (("one by one", 10, 5000), ("durable", 1, 5000), ("merged", 10, 160_000)):
+    for name, is_durable, rows in (("one by one", False, 5000), ("durable", True, 5000), ("merged", False, 160_000)):
         (counted,) = [one for one in tables[name]["engines"] if one["engine"] == "kvtide"]
-        written = segment_log(row_bytes=1024, rows_per_commit=rows_per_commit, rows=rows, index_share=3 / 32)
-        assert written.total == pytest.approx(counted["device_finished_x"], rel=0.15)
+        planned = plan_memory("kvtide", MemoryCase(rows, 1000, 256, is_durable=is_durable))
+        assert planned.written.total == pytest.approx(counted["device_finished_x"], rel=0.05)
+        if rows > 5000:  # fewer are read ahead when the memory opens
+            assert planned.reads == pytest.approx(counted["reads_per_query"], rel=0.1)
+            assert planned.rounds == pytest.approx(counted["rounds_per_query"], rel=0.1)
+            assert planned.read_bytes == pytest.approx(counted["read_bytes_per_query"], rel=0.1)
 
 
 def test_a_memory_merges_in_tiers_and_writes_over_what_it_merged() -> None:
-    young, old = (segment_log(row_bytes=1024, rows_per_commit=10, rows=rows) for rows in (60_000, 65_536 * 8))
-    assert young.compaction == ()
-    assert old.compaction == (1.0, 1.0)
+    young, none = segment_log(row_bytes=1024, rows_per_commit=10, rows=60_000)
+    old, segments = segment_log(row_bytes=1024, rows_per_commit=10, rows=80_000 * 18)
+    assert (young.compaction, none) == ((), ())
+    assert old.compaction == pytest.approx((1.0, 1.0), abs=0.15)
+    assert [rows // 65_536 for rows in segments] == [
+        9,
+        9,
+        1,
+        1,
+    ]  # whole logs, 5 at a time: two of tier 1, two of tier 0
     assert old.log < young.log
-    large = segment_log(row_bytes=1024, rows_per_commit=64, rows=1000)
-    assert large.log < 1.3  # at once, with a journal write
+    assert segment_log(row_bytes=1024, rows_per_commit=64, rows=1000)[0].log < 1.3  # at once, with a journal write
+
+
+def test_segments_of_large_rows_are_small_and_read_whole() -> None:
+    planned = plan_memory("kvtide", MemoryCase(rows=20_000, rate=1000, dim=1 << 15))
+    assert planned.written.compaction
+    assert planned.written.index == 0
+    assert planned.read_bytes > 1e9
 
 
 def test_a_b_tree_logs_a_page_a_row() -> None:

@@ -40,6 +40,11 @@ def used_bytes(directory: Path) -> int:
     return total
 
 
+def is_reserved(directory: Path, capacity_bytes: int) -> bool:
+    """Return whether most of a store's capacity lies in one file, as of slots: its space is taken before it is used."""
+    return any(path.stat().st_size > capacity_bytes // 2 for path in files_of(directory))
+
+
 def places_of(directory: Path, value: bytes) -> list[Place]:
     """Return where the second half of a value begins on disk, in every file that has it.
 

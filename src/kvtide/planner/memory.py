@@ -1,6 +1,6 @@
 """What a vector store will write and read: `kvtide plan --memory`. Takes shapes of engines, gives figures.
 
-Decides how an engine's defaults become a shape of `recall.model`; nothing here was measured.
+Decides how an engine's defaults become a shape of `recall.model`; what was measured says so.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvtide.errors import ConfigError
+from kvtide.recall.contract import MemoryOptions
 from kvtide.recall.model import PAGE_BYTES, Tree, Written, b_tree, graph, leveled, segment_log, tiered
 from kvtide.units import printable
 
@@ -18,7 +19,9 @@ COMMIT_S = 0.010  # kvtide's longest delay of a commit
 READ_AHEAD_BYTES = 128 << 10  # the kernel's default: what a scan reads at once
 JOURNAL_BYTES = 3 * PAGE_BYTES  # ext4, when a synced file grew: descriptor, inode table block, commit block
 KEY_BYTES = 8
-INDEX_BITS, CANDIDATES = 3, 80  # of a dimension in a segment's index; whose vectors are read to find 10 rows
+INDEX_SHARE = 0.116  # of the rows' bytes: 3 bits a dimension, and what belongs to a row (decision 12, measured)
+CANDIDATES = 80  # of a segment, whose vectors are read to find 10 rows: 4 for each of 1.2 x 10 + 8
+AT_ONCE = 1.8  # reads of candidates under way together, as Lance reads them (measured: results/recall_bench.json)
 DEGREE, SEARCH_LIST, BEAM = 32, 64, 4  # of a DiskANN index, as kvtide recall bench builds it
 ROWS_MAX = 10**12
 
@@ -101,15 +104,25 @@ def _scan(case: MemoryCase) -> tuple[float, float, float]:
 
 
 def _kvtide(case: MemoryCase) -> MemoryPlan:
-    """Rows are compared in memory until a segment has an index; then candidates' vectors are read."""
+    """Rows of logs are compared in memory. A segment's index, too, is there; what it finds is read, row by row."""
     grouped = 1.0 if case.is_durable else max(1.0, case.rate * COMMIT_S)
-    share = INDEX_BITS / 32 if case.dim % 8 == 0 else 1 / 4
-    written = segment_log(row_bytes=case.row_bytes, rows_per_commit=grouped, rows=case.rows, index_share=share)
-    reads = CANDIDATES if written.compaction else 0
-    size = reads * math.ceil(case.row_bytes / PAGE_BYTES) * PAGE_BYTES
+    share = INDEX_SHARE if case.dim % 8 == 0 else 1 / 4
+    written, segments = segment_log(
+        row_bytes=case.row_bytes, rows_per_commit=grouped, rows=case.rows, index_share=share
+    )
+    indexed = [rows for rows in segments if rows >= MemoryOptions().index_rows]
+    reads = CANDIDATES * len(indexed)
+    compared = math.ceil((sum(segments) - sum(indexed)) * case.row_bytes / READ_AHEAD_BYTES)
+    pages = math.ceil(case.row_bytes / PAGE_BYTES) + 1  # a row begins anywhere
+    size = reads * pages * PAGE_BYTES + compared * READ_AHEAD_BYTES
     how = "each row durable" if case.is_durable else "group commit of 10 ms"
     return MemoryPlan(
-        "kvtide", written, reads, 1 if reads else 0, size, f"{how}, segments in tiers x 8, codes in memory"
+        "kvtide",
+        written,
+        reads + compared,
+        reads / AT_ONCE + compared,
+        size,
+        f"{how}, {len(segments)} segments in tiers x 8, codes in memory",
     )
 
 

@@ -18,6 +18,7 @@ from kvtide.recall.scores import METRICS, Metric
 from kvtide.units import format_bytes
 
 DIM_MAX = 1 << 16
+LOG_BYTES_A_ROW = 16 << 10  # sealed logs longer than so many a row are merged before they hold `merge_rows`
 GROUP_BYTES_MAX = 1 << 20  # of vectors and payloads made durable together; one row may be larger
 ID_MAX = (1 << 63) - 1
 OF_CHARS_MAX = 200

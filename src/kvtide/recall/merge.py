@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.errors import KvtideError
-from kvtide.recall.contract import MemoryOptions
+from kvtide.recall.contract import LOG_BYTES_A_ROW, MemoryOptions
 from kvtide.recall.manifest import (
     SEGMENT_NAME,
     Entry,
@@ -47,7 +47,6 @@ from kvtide.trace.events import CAUSES
 from kvtide.trace.record import OP_EVENT, Recorder
 
 TIER = 8  # segments of one size become one of the next
-LOG_BYTES_A_ROW = 16 << 10  # logs longer than so many a row are merged before they hold `merge_rows`
 BATCH_BYTES = 1 << 20
 POLL_S = 0.002  # readers of a part that was replaced end soon
 _log = logging.getLogger("kvtide.recall")

@@ -28,6 +28,7 @@ import math
 from dataclasses import dataclass
 
 from kvtide.errors import ConfigError
+from kvtide.recall.contract import LOG_BYTES_A_ROW, MemoryOptions
 
 PAGE_BYTES = 4096
 LEVELS_MAX = 7  # RocksDB's num_levels
@@ -144,18 +145,19 @@ def segment_log(
     rows_per_commit: float,
     rows: int,
     header_bytes: int = 32,
-    merge_rows: int = 65_536,
+    options: MemoryOptions = MemoryOptions(),  # noqa: B008 - it is frozen
     tier_ratio: int = 8,
     index_share: float = 0.0,
-) -> Written:
+) -> tuple[Written, tuple[int, ...]]:
     """Return what a page-aligned log writes that is read in place until its rows are merged into segments, in tiers.
 
-    A commit takes as many of the waiting rows as fill pages best. Space that was never written before (all of it, until
-    the first merge leaves logs to write over) costs a group twice, in a packed ring and in the log, or a journal write.
-    `index_share` is an index's bytes, of its rows'. Theory: `recall.log`, `recall.ring`, `recall.pack`.
+    And the rows of each segment in the end. A commit takes as many of the waiting rows as fill pages best. Space that was
+    never written before (all of it, until the first merge leaves logs to write over) costs a group twice, in a packed
+    ring and in the log, or a journal write. Whole logs are merged, once they hold `merge_rows`.
+    `index_share` is an index's bytes, of its rows', for segments that have one. Theory: `recall.log`, `recall.ring`, `recall.pack`.
     Raises: ConfigError for sizes below 1.
     """
-    if min(row_bytes, merge_rows, rows) < 1 or rows_per_commit < 1 or tier_ratio < 2:
+    if min(row_bytes, rows) < 1 or rows_per_commit < 1 or tier_ratio < 2:
         raise ConfigError(
             f"a log of {rows} rows of {row_bytes} bytes, {rows_per_commit} a commit, tiers x {tier_ratio}: "
             "rows, bytes and commits of 1 and more, and tiers x 2 and more, are needed"
@@ -164,15 +166,21 @@ def segment_log(
     again = _in_pages(whole, row_bytes, rows_per_commit)
     ring = _in_pages(whole, row_bytes, rows_per_commit, packed=PACKED)
     by_ring = ring + whole / row_bytes + ring * JOURNAL_BYTES / RING_BYTES
-    first = min(by_ring, again + JOURNAL_BYTES / (rows_per_commit * row_bytes))
-    num_first = min(rows, merge_rows)
-    costs: list[float] = []
-    size = merge_rows
+    at_once = again + JOURNAL_BYTES / (rows_per_commit * row_bytes)
+    in_log = whole if by_ring < at_once else again * row_bytes  # bytes of a log that a row takes
+    a_log = max(1, int(options.log_bytes / in_log))
+    due = min(options.merge_rows, int(options.merge_rows * LOG_BYTES_A_ROW / in_log))
+    size = -(-due // a_log) * a_log
+    num_first = min(rows, size)
+    segments: list[int] = []
+    costs, indexed = [], 0.0
     while size <= rows:
         costs.append((rows // size) * size / rows)
+        indexed += costs[-1] if size >= options.index_rows else 0.0
+        segments = [size] * (rows // size % tier_ratio) + segments
         size *= tier_ratio
-    log = (first * num_first + again * (rows - num_first)) / rows
-    return Written(log, 0.0, tuple(costs), index_share * sum(costs))
+    log = (min(by_ring, at_once) * num_first + again * (rows - num_first)) / rows
+    return Written(log, 0.0, tuple(costs), index_share * indexed), tuple(segments)
 
 
 def _in_pages(whole: int, row_bytes: int, rows_max: float, packed: float = 1.0) -> float:

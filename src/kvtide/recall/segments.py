@@ -31,7 +31,9 @@ CHUNK_ROWS = 4096
 HELD_BYTES_MAX = 64 << 20  # of a segment's vectors: it is then searched in memory
 PARTITION_ROWS = 4096
 BITS = 3  # of a dimension, in codes that rank candidates; 2 rank less well for queries far from all rows
-REFINE_FACTOR = 4  # candidates for each row wanted: their vectors are read, and rank them exactly
+REFINE_FACTOR = (
+    4  # candidates for each row asked of the index, 20 for ten wanted: their vectors are read, and rank them
+)
 FILE_ROWS = 1 << 30  # of one file at most: Lance takes larger numbers for 0, and then makes a file of each batch
 EXACT_ROWS_MAX = 1024  # of so few rows all are compared
 MISSING = "segments need pylance; type: pip install 'kvtide[recall]'"
@@ -244,9 +246,9 @@ def write_segment(
             _batches(parts, metric, dim, seen), str(folder / "rows.lance"), mode="create", max_rows_per_file=FILE_ROWS
         )
         if entry.is_indexed:
-            kind = (
-                {"index_type": "IVF_SQ"} if dim % 8 else {"index_type": "IVF_RQ", "num_bits": BITS}
-            )  # RQ takes no other
+            kind = {"index_type": "IVF_RQ", "num_bits": BITS}
+            if dim % 8:  # RQ takes multiples of 8 only
+                kind = {"index_type": "IVF_SQ"}
             made.create_index("vector", metric=metric, num_partitions=_partitions(made.count_rows()), **kind)
         sync_tree(folder)
     ids = np.concatenate([one for one, _ in seen]) if seen else np.zeros(0, np.int64)

@@ -72,6 +72,12 @@ class L2Target(JobTarget):
         while left and time.monotonic() < until:
             self._adapter.delete([_key(key) for key in left])
             left = [key for key, is_there in zip(left, self.has(left), strict=True) if is_there]
+            if left:
+                time.sleep(PAUSE_S)
+        if left:
+            raise TimeoutError(
+                f"{len(left)} of {len(keys)} objects are still there {STORE_S:g} s after they were deleted"
+            )
 
     def reported(self) -> Reported:
         return Reported(used_bytes=self._adapter.get_usage().total_bytes_used)
