@@ -64,8 +64,8 @@ MUTANTS = (
         "header-first",
         "headers are written with their fragments where they must come after them",
         _tiers("slotwriter"),
-        "self.write = self._write_packed if is_packed else self._write_in_steps",
-        "self.write = self._write_packed",
+        "write = self._begin_packed if self._is_packed else self._write_in_steps",
+        "write = self._begin_packed",
         (CRASH,),
     ),
     Mutant(
@@ -73,7 +73,7 @@ MUTANTS = (
         "a write that failed is found by look-up",
         _tiers("file"),
         "rows = np.flatnonzero(good)\n        self.table.fill(",
-        "rows = np.arange(num)\n        self.table.fill(",
+        "rows = np.arange(len(good))\n        self.table.fill(",
         (LIVES,),
     ),
     Mutant(
@@ -128,7 +128,7 @@ MUTANTS = (
         "full-uncounted",
         "groups refused for want of room are not counted",
         _tiers("file"),
-        "self._stats.num_full += len(records) - num",
+        "self._stats.num_full += len(records) - len(slots)",
         "self._stats.num_full += 0",
         ("tests/contracts/test_tier_contract.py", TIER),
     ),

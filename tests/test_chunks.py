@@ -17,6 +17,7 @@ from engines import Memory, break_disk, digests, flip_bytes, keys
 from kvtide.chunks import LOAD, STORE, ChunkOptions, ChunkStore, SeveralStores, Transfer, fold, fold_one
 from kvtide.chunks.several import Kind
 from kvtide.errors import ConfigError, IoError
+from kvtide.io.ops import address_of, aligned_buffer
 from kvtide.tiers.contract import CORRUPT, FAILED, FULL, MISSING, OK
 
 SIZE = 8192
@@ -325,17 +326,22 @@ def test_what_was_dropped_stays_away_when_the_store_shrinks(tmp_path: Path) -> N
     store.close()
 
 
-def test_a_load_begins_while_the_one_before_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtide.chunks.store.BATCH_BYTES", SIZE)  # one chunk at a time
-    store, before, after = ChunkStore(options(tmp_path)), Memory(9, SIZE, seed=1), Memory(9, SIZE)
-    store.store(keys(9), before.addresses)
-    flip_bytes(store.path, before.rows[4].tobytes())
+def log_calls(store: ChunkStore, monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
     order: list[str] = []
-    for name in ("begin_read", "finish_read"):
+    for name in names:
         real = getattr(store._tier, name)
         monkeypatch.setattr(
             store._tier, name, lambda *args, real=real, name=name, **more: (order.append(name), real(*args, **more))[1]
         )
+    return order
+
+
+def test_a_load_begins_while_the_one_before_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.chunks.store.LOAD_BYTES", SIZE)  # one chunk at a time
+    store, before, after = ChunkStore(options(tmp_path)), Memory(9, SIZE, seed=1), Memory(9, SIZE)
+    store.store(keys(9), before.addresses)
+    flip_bytes(store.path, before.rows[4].tobytes())
+    order = log_calls(store, monkeypatch, "begin_read", "finish_read")
     done = store.load(keys(9), after.addresses)
     assert done.tolist() == [OK] * 4 + [CORRUPT] + [OK] * 4
     assert order == ["begin_read", *["begin_read", "finish_read"] * 8, "finish_read"]
@@ -351,7 +357,7 @@ def test_a_load_begins_while_the_one_before_ends(tmp_path: Path, monkeypatch: py
 def test_an_engine_that_raises_while_another_load_is_under_way_fails_both_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    monkeypatch.setattr("kvtide.chunks.store.BATCH_BYTES", SIZE)
+    monkeypatch.setattr("kvtide.chunks.store.LOAD_BYTES", SIZE)
     store, before, after, calls = ChunkStore(options(tmp_path)), Memory(4, SIZE, seed=1), Memory(4, SIZE), []
     store.store(keys(4), before.addresses)
     engine = store._tier._io.engine
@@ -369,6 +375,73 @@ def test_an_engine_that_raises_while_another_load_is_under_way_fails_both_and_no
     assert (after.rows[done == OK] == before.rows[done == OK]).all()
     assert (store.load(keys(4), after.addresses) == OK).all()
     assert (after.rows == before.rows).all()
+    store.close()
+
+
+@pytest.mark.parametrize("shift", [0, 8], ids=["straight", "through our own memory"])
+def test_a_store_begins_while_the_one_before_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
+    monkeypatch.setattr("kvtide.tiers.slotwriter.PORTION_BYTES", SIZE)  # one chunk at a time
+    store, num = ChunkStore(options(tmp_path)), 9
+    memory = aligned_buffer(num * SIZE + shift)[shift:].reshape(num, SIZE)
+    memory[:] = np.random.default_rng(1).integers(0, 256, memory.shape, np.uint8)
+    addresses, after = address_of(memory) + np.arange(num, dtype=np.uint64) * SIZE, Memory(num, SIZE)
+    order = log_calls(store, monkeypatch, "begin_write", "finish_write")
+    assert (store.store(keys(num), addresses) == OK).all()
+    assert order == ["begin_write", *["begin_write", "finish_write"] * (num - 1), "finish_write"]
+    assert (store.load(keys(num), after.addresses) == OK).all()
+    assert (after.rows == memory).all()
+    store.close()
+
+
+def test_a_chunk_that_is_being_written_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.tiers.slotwriter.PORTION_BYTES", SIZE)
+    store, memory = ChunkStore(options(tmp_path)), Memory(4, SIZE, seed=1)
+    order = log_calls(store, monkeypatch, "begin_write", "finish_write")
+    twice = np.repeat(keys(4), 2)
+    assert (store.store(twice, np.repeat(memory.addresses, 2)) == OK).all()
+    assert order == ["begin_write", "finish_write"] * 4
+    assert (store.counts.stored, store.counts.known) == (4, 4)
+    store.close()
+
+
+def test_room_counts_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtide.tiers.slotwriter.PORTION_BYTES", SIZE)
+    gone: list[int] = []
+    store = ChunkStore(options(tmp_path), lambda left: gone.append(len(left)))
+    num = store.num_chunks_max + 20
+    memory = Memory(num, SIZE, seed=1)
+    assert (store.store(keys(num), memory.addresses) == OK).all()
+    assert (sum(gone), store.num_chunks) == (20, num - 20)
+    after = Memory(num, SIZE)
+    there = store.has(keys(num))
+    assert (store.load(keys(num), after.addresses)[there] == OK).all()
+    assert (after.rows[there] == memory.rows[there]).all()
+    store.close()
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_an_engine_that_raises_while_another_store_is_under_way_fails_both_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    monkeypatch.setattr("kvtide.tiers.slotwriter.PORTION_BYTES", SIZE)
+    store, memory, after, calls = ChunkStore(options(tmp_path)), Memory(4, SIZE, seed=1), Memory(4, SIZE), []
+    engine = store._tier._io.engine
+    submit = engine.submit
+
+    def refuse(batch: np.ndarray) -> None:
+        calls.append(len(batch))
+        if len(calls) == failing:
+            raise IoError(5, "planted")
+        submit(batch)
+
+    monkeypatch.setattr(engine, "submit", refuse)
+    done = store.store(keys(4), memory.addresses)
+    assert done.tolist() == [FAILED] * failing + [OK] * (4 - failing)
+    assert store.has(keys(4)).tolist() == (done == OK).tolist()
+    assert (store.store(keys(4), memory.addresses) == OK).all()
+    assert (store.load(keys(4), after.addresses) == OK).all()
+    assert (after.rows == memory.rows).all()
+    assert store._tier.num_free == store.num_chunks_max - 4, "no slot is lost"
     store.close()
 
 

@@ -18,7 +18,7 @@ def test_no_crash_state_has_a_wrong_byte_or_lacks_what_was_acknowledged() -> Non
 
 def test_a_tier_that_writes_the_header_first_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def packed(self: SlotWriter, *arguments: object) -> object:
-        return SlotWriter._write_packed(self, *arguments)
+        return SlotWriter._begin_packed(self, *arguments)
 
     monkeypatch.setattr(SlotWriter, "_write_in_steps", packed)
     with pytest.raises(WrongStoreError, match="safe cache"):

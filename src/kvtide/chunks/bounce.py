@@ -28,34 +28,35 @@ class Bounce:
         self._starts = np.array([0, *itertools.accumulate(padded)], np.uint64)
         inside = [0, *itertools.accumulate(pieces)]
         self._piece_starts = self._starts[:-1] if self._is_apart else np.array(inside[:-1], np.uint64)
-        self._buffer = np.empty(0, np.uint8)
+        self._buffers = [np.empty(0, np.uint8)] * 2  # what was lent last, and before
 
     def needed(self, addresses: Addresses) -> bool:
         """Say whether chunks at `addresses` cannot move by themselves. Shapes: [n, P]."""
         return not self._can_be_direct or bool((addresses % PAGE_BYTES).any())
 
     def lend(self, num: int) -> Addresses:
-        """Return where the fragments of `num` chunks may lie, until it is asked again. Shapes: [n, F]."""
-        return self._bases(num)[:, None] + self._starts[:-1]
+        """Return where the fragments of `num` chunks may lie, until it is asked twice more. Shapes: [n, F]."""
+        size = int(self._starts[-1]) * num
+        self._buffers.reverse()
+        if len(self._buffers[0]) < size:
+            self._buffers[0] = aligned_buffer(size)
+        return self._bases(np.arange(num))[:, None] + self._starts[:-1]
 
     def fill(self, sources: Addresses) -> None:
-        """Copy chunks from the engine's memory to what was lent. Shapes: [n, P]."""
+        """Copy chunks from the engine's memory to what was lent last. Shapes: [n, P]."""
         self._copy(sources, self._places(np.arange(len(sources))))
 
     def empty(self, rows: npt.NDArray[np.intp], targets: Addresses) -> None:
-        """Copy the chunks `rows` of what was lent to the engine's memory. Shapes: [m], [m, P]."""
+        """Copy the chunks `rows` of what was lent last to the engine's memory. Shapes: [m], [m, P]."""
         self._copy(self._places(rows), targets)
 
-    def _bases(self, num: int) -> Addresses:
-        step = int(self._starts[-1])
-        if len(self._buffer) < step * num:
-            self._buffer = aligned_buffer(step * num)
-        return np.arange(num, dtype=np.uint64) * np.uint64(step) + np.uint64(address_of(self._buffer))
+    def _bases(self, rows: npt.NDArray[np.intp]) -> Addresses:
+        """Return where the chunks `rows` begin in what was lent last. Shapes: [m]."""
+        return np.uint64(address_of(self._buffers[0])) + rows.astype(np.uint64) * self._starts[-1]
 
     def _places(self, rows: npt.NDArray[np.intp]) -> Addresses:
-        """Return where the pieces of the chunks `rows` lie in what was lent. Shapes: [m, P]."""
-        bases = np.uint64(address_of(self._buffer)) + rows.astype(np.uint64) * self._starts[-1]
-        return bases[:, None] + self._piece_starts
+        """Return where the pieces of the chunks `rows` lie in what was lent last. Shapes: [m, P]."""
+        return self._bases(rows)[:, None] + self._piece_starts
 
     def _copy(self, sources: Addresses, targets: Addresses) -> None:
         copy_bytes(sources, targets, self._pieces * len(sources))

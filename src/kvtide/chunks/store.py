@@ -24,7 +24,7 @@ from kvtide.chunks.door import Door
 from kvtide.chunks.options import ChunkOptions
 from kvtide.chunks.pins import Pins
 from kvtide.chunks.records import ChunkCounts, last_of, records_of
-from kvtide.chunks.transfer import LOAD, STORE, Move, Transfer, tell
+from kvtide.chunks.transfer import LOAD, STORE, Move, Storing, Transfer, tell
 from kvtide.chunks.work import Work
 from kvtide.errors import IoError
 from kvtide.evict import Lru
@@ -34,7 +34,7 @@ from kvtide.tiers.file import Reading
 from kvtide.tiers.namespace import open_namespace
 from kvtide.trace.record import Recorder
 
-BATCH_BYTES = 32 << 20  # moved at once: keeps any drive busy, and a load waits for no more than this of a store
+LOAD_BYTES = 32 << 20  # read at once: keeps any drive busy
 PINNED_SHARE = 0.5  # of the chunks there is room for: the rest can always give way to new ones
 _TOUCHES_MAX = 1024  # calls of `touch` that wait for the worker; older ones are forgotten
 _log = logging.getLogger("kvtide.chunks")
@@ -66,7 +66,7 @@ class ChunkStore:
         self._touched: collections.deque[KeyArray] = collections.deque(maxlen=_TOUCHES_MAX)
         self._pins = Pins()
         self._opener = Opener()
-        self._work, self._is_lost = Work(max(1, BATCH_BYTES // self.chunk_bytes)), False
+        self._work, self._is_lost = Work(max(1, LOAD_BYTES // self.chunk_bytes)), False
         self._worker = threading.Thread(target=self._run, name="kvtide-chunks", daemon=True)
         self._worker.start()
 
@@ -200,36 +200,49 @@ class ChunkStore:
     # The worker
 
     def _run(self) -> None:
-        begun: Move | None = None  # a load ends when the next one has begun, so that the drive does not pause
-        while (work := self._work.take(can_wait=begun is None)) is not None or begun is not None:
+        begun: Move | None = None  # ends when the next one has begun, so that the drive does not pause
+        while True:
+            num = self._tier.portion(is_idle=begun is None)
+            work = self._work.take(num, can_wait=begun is None)
+            if work is None and begun is None:
+                return
             actions, taken = work or ([], [])
             move = Move(taken) if taken else None
-            before, begun = begun, move if move is not None and self._begin(move) else None
-            if before is not None:
-                self._end(before)
-            if begun is None:  # only now, when nothing is read
-                for action in actions:
-                    action()
-                if move is not None:
-                    self._end(move)
+            if begun is not None and (move is None or not move.can_follow(begun)):
+                self._end(begun)
+                begun = None
+            for action in actions:  # now nothing moves
+                action()
+            is_under_way = move is not None and self._begin(move)
+            if begun is not None:
+                self._end(begun)
+            begun = move if is_under_way else None
+            if move is not None and not is_under_way:
+                self._end(move)
 
     def _begin(self, move: Move) -> bool:
-        """Begin to load where chunks move straight to the engine's memory; say whether that is so."""
-        if move.kind != LOAD or self._is_lost or self._bounce.needed(move.addresses):
+        """Begin to move chunks; say whether anything is under way."""
+        if self._is_lost:
             return False
         try:
-            move.reading = self._read(move, move.addresses)
-        except Exception as error:  # tried again, and given up, when nothing else is under way
-            _log.debug("kvtide: %d chunks cannot be read yet: %s", len(move.keys), error)
-        return move.reading is not None
+            self._note_touches()
+            if move.kind == STORE:
+                move.storing = self._begin_store(move)
+            elif not self._bounce.needed(move.addresses):
+                move.reading = self._read(move, move.addresses)
+        except Exception as error:  # a load is tried again, and given up, when nothing else is under way
+            level = logging.DEBUG if move.kind == LOAD else logging.WARNING
+            _log.log(level, "kvtide: %d chunks cannot be moved: %s", len(move.keys), error)
+        return move.reading is not None or (move.storing is not None and move.storing.writing is not None)
 
     def _end(self, move: Move) -> None:
         """Do what is left to do for chunks, and end the transfers whose last ones these were."""
         statuses = np.full(len(move.keys), FAILED, np.uint8)
         try:
-            self._note_touches()
-            if not self._is_lost:
-                statuses = self._load(move) if move.kind == LOAD else self._store(move.keys, move.addresses)
+            if move.kind == LOAD and not self._is_lost:
+                statuses = self._load(move)
+            elif move.storing is not None:
+                statuses = self._finish_store(move.storing)
         except Exception as error:  # the engine goes on without these chunks
             _log.warning("kvtide: %d chunks were given up: %s", len(move.keys), error)
         self.counts.failed += int((statuses == FAILED).sum())
@@ -269,7 +282,9 @@ class ChunkStore:
             self._tell_gone(keys[lost])
         return statuses
 
-    def _store(self, keys: KeyArray, addresses: Addresses) -> Statuses:
+    def _begin_store(self, move: Move) -> Storing:
+        """Make room for the chunks that are not there, and begin to write them."""
+        keys, addresses = move.keys, move.addresses
         slots, last = self._tier.slots_of(keys), last_of(keys)
         is_new = slots < 0
         self._lru.touch(slots[~is_new])
@@ -278,31 +293,33 @@ class ChunkStore:
         rows, refused = self._door.let_in(keys, rows)
         if len(refused):
             self._tier.note(records_of(keys[refused]), "refused")
-        num_stored = 0
+        storing = Storing(statuses, last, rows, records_of(keys[rows]))
         if len(rows):
             if self._make_room(len(rows)):  # some of those that were there may have given way
                 statuses[~is_new] = np.where(self._tier.lookup(keys[~is_new]), OK, FULL)
-            statuses[rows] = self._write(keys[rows], addresses[rows])
-            num_stored = int((statuses[rows] == OK).sum())
-        statuses = statuses[last]
+            at = addresses[rows]
+            if self._bounce.needed(at):
+                at = self._bounce.lend(len(rows))
+                self._bounce.fill(addresses[rows])
+            storing.writing = self._tier.begin_write(storing.records, at, cause="demote")
+        return storing
+
+    def _finish_store(self, storing: Storing) -> Statuses:
+        """Wait until chunks are written, and return what became of all. Shapes: returns [n]."""
+        statuses, records, num_stored = storing.statuses, storing.records, 0
+        if storing.writing is not None:
+            wrote = self._tier.finish_write(storing.writing)
+            if (wrote != OK).any():
+                self._tier.note(records.take(wrote == FULL), "full")
+                self._tier.note(records.take(wrote == FAILED), "failed")
+            self._lru.admit(self._tier.slots_of(records.keys[wrote == OK]))
+            statuses[storing.rows] = wrote
+            num_stored = int((wrote == OK).sum())
+        statuses = statuses[storing.last]
         self.counts.stored += num_stored
         self.counts.known += int((statuses == OK).sum()) - num_stored
         self.counts.refused += int((statuses == FULL).sum())
         return statuses
-
-    def _write(self, keys: KeyArray, addresses: Addresses) -> Statuses:
-        """Write chunks that are not there. Shapes: [n], [n, P]; returns [n]."""
-        at = addresses
-        if self._bounce.needed(at):
-            at = self._bounce.lend(len(keys))
-            self._bounce.fill(addresses)
-        records = records_of(keys)
-        wrote = self._tier.write(records, at, cause="demote")
-        if (wrote != OK).any():
-            self._tier.note(records.take(wrote == FULL), "full")
-            self._tier.note(records.take(wrote == FAILED), "failed")
-        self._lru.admit(self._tier.slots_of(keys[wrote == OK]))
-        return wrote
 
     # What stays
 
@@ -313,7 +330,7 @@ class ChunkStore:
 
     def _make_room(self, num: int) -> int:
         """Give up chunks that are not pinned, those used longest ago, until `num` fit; return how many."""
-        num_free = self._tier.num_slots - self._tier.stats().num_groups
+        num_free = self._tier.num_free
         if num <= num_free:
             return 0
         with self._pins.lock:  # what is pinned from here on is found to be gone

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from kvtide.blocks import KeyArray
 from kvtide.errors import ConfigError
-from kvtide.tiers.contract import FAILED, OK, Statuses
-from kvtide.tiers.file import Reading
+from kvtide.tiers.contract import FAILED, OK, GroupRecords, Statuses
+from kvtide.tiers.file import Reading, Writing
 
 Kind = Literal["store", "load"]
 _log = logging.getLogger("kvtide.chunks")
@@ -108,9 +108,24 @@ def take_some(queue: deque[Transfer], num_max: int) -> list[tuple[Transfer, slic
     return taken
 
 
-class Move:
-    """Chunks that move at once, of one or more transfers of one kind. `slots` and `reading` are of a load that began.
+@dataclass(slots=True)
+class Storing:
+    """What was begun of chunks to store: what is known of each, and those that are being written, if any.
 
+    Shapes: statuses, last [n], of the last chunk with the same key; rows [m], of those that are written.
+    """
+
+    statuses: Statuses
+    last: npt.NDArray[np.intp]
+    rows: npt.NDArray[np.intp]
+    records: GroupRecords
+    writing: Writing | None = None
+
+
+class Move:
+    """Chunks that move at once, of one or more transfers of one kind.
+
+    `slots` and `reading` are of a load that began, `storing` is of a store that did.
     Shapes: keys, slots [n]; addresses [n, P].
     """
 
@@ -120,6 +135,13 @@ class Move:
         self.addresses = np.concatenate([transfer.addresses[rows] for transfer, rows in taken])
         self.slots = np.empty(0, np.int64)
         self.reading: Reading | None = None
+        self.storing: Storing | None = None
+
+    def can_follow(self, other: Move) -> bool:
+        """Say whether this may begin before another one ends: loads may, and stores of chunks the other has not."""
+        if self.kind != other.kind:
+            return False
+        return self.kind == LOAD or set(self.keys.tolist()).isdisjoint(other.keys.tolist())
 
     def parts(self, statuses: Statuses) -> Iterator[tuple[Transfer, slice, Statuses]]:
         """Yield the transfers, which of their chunks these were, and what became of those. Shapes: statuses [n]."""

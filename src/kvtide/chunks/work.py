@@ -15,9 +15,9 @@ Action = Callable[[], object]
 class Work:
     """The queues, and how many transfers are not done. Threads: any may call; one takes."""
 
-    def __init__(self, num_chunks_max: int) -> None:
-        """Make queues of which at most `num_chunks_max` chunks are taken at once."""
-        self._num_chunks_max = num_chunks_max
+    def __init__(self, num_loads_max: int) -> None:
+        """Make queues; of loads at most `num_loads_max` chunks are taken at once."""
+        self._num_loads_max = num_loads_max
         self._actions: list[Action] = []
         self._queues: dict[Kind, collections.deque[Transfer]] = {LOAD: collections.deque(), STORE: collections.deque()}
         self._changed = threading.Condition()
@@ -55,7 +55,7 @@ class Work:
         if raised:
             raise raised[0]
 
-    def take(self, *, can_wait: bool) -> tuple[list[Action], list[tuple[Transfer, slice]]] | None:
+    def take(self, num_stores_max: int, *, can_wait: bool) -> tuple[list[Action], list[tuple[Transfer, slice]]] | None:
         """Return actions, else chunks to move; None where there is nothing, and no waiting or all is closed."""
         with self._changed:
             if can_wait:
@@ -63,8 +63,9 @@ class Work:
             if self._actions:
                 actions, self._actions = self._actions, []
                 return actions, []
-            queue = self._queues[LOAD] or self._queues[STORE]
-            return ([], take_some(queue, self._num_chunks_max)) if queue else None
+            kind = LOAD if self._queues[LOAD] else STORE
+            taken = take_some(self._queues[kind], self._num_loads_max if kind == LOAD else num_stores_max)
+            return ([], taken) if taken else None
 
     def note_done(self) -> None:
         """Say that a transfer that was taken is done."""

@@ -151,10 +151,10 @@ def segment_log(
 ) -> tuple[Written, tuple[int, ...]]:
     """Return what a page-aligned log writes that is read in place until its rows are merged into segments, in tiers.
 
-    And the rows of each segment in the end. A commit takes as many of the waiting rows as fill pages best. Space that was
-    never written before (all of it, until the first merge leaves logs to write over) costs a group twice, in a packed
-    ring and in the log, or a journal write. Whole logs are merged, once they hold `merge_rows`.
-    `index_share` is an index's bytes, of its rows', for segments that have one. Theory: `recall.log`, `recall.ring`, `recall.pack`.
+    And the rows of each segment in the end. A commit takes as many of the waiting rows as fill pages best. Space that
+    was never written before (all of it, until the first merge leaves logs to write over) costs a group twice, in a
+    packed ring and in the log, or a journal write. Whole logs are merged, once they hold `merge_rows`. `index_share`
+    is an index's bytes, of its rows', for segments that have one. Theory: `recall.log`, `recall.ring`, `recall.pack`.
     Raises: ConfigError for sizes below 1.
     """
     if min(row_bytes, rows) < 1 or rows_per_commit < 1 or tier_ratio < 2:

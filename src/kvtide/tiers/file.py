@@ -34,7 +34,7 @@ from kvtide.tiers.departures import Departures
 from kvtide.tiers.header import Decoded, HeaderCodec
 from kvtide.tiers.slotio import SlotIo
 from kvtide.tiers.slots import SlotTable
-from kvtide.tiers.slotwriter import PORTION_BYTES, SlotWriter
+from kvtide.tiers.slotwriter import Begun, SlotWriter
 from kvtide.trace.record import Recorder
 
 SCAN_SLOTS = 512  # headers read at once when opening
@@ -51,6 +51,14 @@ class Reading:
     cause: Cause
     wanted: npt.NDArray[np.intp] = field(init=False)
     merged: Merged = field(init=False)
+
+
+@dataclass(eq=False, slots=True)
+class Writing:
+    """A write that was begun: what is known of each group, and the first of them, for which there was room."""
+
+    statuses: Statuses
+    begun: Begun | None
 
 
 class FileTier:
@@ -200,36 +208,69 @@ class FileTier:
 
     def write(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], *, cause: Cause) -> Statuses:
         with self._consistent():
-            return self._write_records(records, addresses, cause)
-
-    def _write_records(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], cause: Cause) -> Statuses:
-        statuses = np.full(len(records), FULL, np.uint8)
-        slots = self._allocate(len(records), self.slots_of(records.parents[:1])[0] if len(records) else -1)
-        num = len(slots)
-        self._stats.num_full += len(records) - num
-        if not num:
-            return statuses
-        step = num if self._cipher is None else max(1, PORTION_BYTES // self.layout.slot_bytes)  # bounds what is copied
-        for first in range(0, num, step):
-            rows = slice(first, min(num, first + step))
+            slots, statuses = self._room_for(records)
+            begun: list[tuple[slice, Begun]] = []
             try:
-                statuses[rows] = self._write(slots[rows], records.take(rows), addresses[rows], cause)
+                for rows in self._writer.portions(len(slots)):  # one is hashed while the drive has the one before
+                    begun.append((rows, self._begin_write(slots[rows], records.take(rows), addresses[rows], cause)))
+                    if len(begun) > 1:
+                        before, first = begun.pop(0)
+                        statuses[before] = self._end_write(first)
+                for rows, last in begun:
+                    statuses[rows] = self._end_write(last)
             except BaseException:  # nobody is told which ones are whole, so none may stay
-                self._drop_slots(slots[:first], "failed")
+                self._drop_slots(slots, "failed")
                 raise
-        self.flush_departures()
-        return statuses
+            self.flush_departures()
+            return statuses
 
-    def _write(
+    def portion(self, *, is_idle: bool) -> int:
+        """Return how many groups `begin_write` is best given. `is_idle`: nothing is being written."""
+        return self._writer.portion(is_idle=is_idle)
+
+    def begin_write(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], *, cause: Cause) -> Writing:
+        """Begin what `finish_write` ends: a `portion` at most. Two may be under way; meanwhile nothing is read.
+
+        Groups are not there before `finish_write`. What is at `addresses` must stay as it is until then.
+        """
+        with self._consistent():
+            slots, statuses = self._room_for(records)
+            num = len(slots)
+            begun = self._begin_write(slots, records.take(slice(num)), addresses[:num], cause) if num else None
+            return Writing(statuses, begun)
+
+    def finish_write(self, writing: Writing) -> Statuses:
+        """Wait until groups are written; return what became of each.
+
+        Raises: IoError where the engine raised meanwhile, whatever for; none of them is there then.
+        """
+        with self._consistent():
+            if writing.begun is not None:
+                writing.statuses[: len(writing.begun.slots)] = self._end_write(writing.begun)
+            self.flush_departures()
+            return writing.statuses
+
+    def _room_for(self, records: GroupRecords) -> tuple[npt.NDArray[np.int64], Statuses]:
+        """Return slots for the first groups, and the statuses of all, FULL."""
+        slots = self._allocate(len(records), self.slots_of(records.parents[:1])[0] if len(records) else -1)
+        self._stats.num_full += len(records) - len(slots)
+        return slots, np.full(len(records), FULL, np.uint8)
+
+    def _begin_write(
         self, slots: npt.NDArray[np.int64], records: GroupRecords, addresses: npt.NDArray[np.uint64], cause: Cause
-    ) -> Statuses:
-        """Write groups into `slots`, and note those that are whole."""
-        sequences = self._next_sequences(len(slots))
-        good, checksums, proofs = self._writer.write(slots, records, sequences, addresses, cause)
+    ) -> Begun:
+        return self._writer.begin(slots, records, self._next_sequences(len(slots)), addresses, cause)
+
+    def _end_write(self, begun: Begun) -> Statuses:
+        """Note groups that are whole."""
+        self._writer.finish(begun)
+        good, slots, records = begun.good, begun.slots, begun.records
         self._stats.num_failed += int((~good).sum())
         self._free[slots[~good]] = True
         rows = np.flatnonzero(good)
-        self.table.fill(slots[rows], records.take(rows), sequences[rows], checksums[rows], proofs[rows])
+        self.table.fill(
+            slots[rows], records.take(rows), begun.sequences[rows], begun.checksums[rows], begun.proofs[rows]
+        )
         for key, slot in zip(records.keys[rows].tolist(), slots[rows].tolist(), strict=True):
             self._own(key, slot)
         return np.where(good, OK, FAILED).astype(np.uint8)
@@ -260,6 +301,11 @@ class FileTier:
         if self._departures is not None:
             self._departures.note(records, reason)
             self.flush_departures()
+
+    @property
+    def num_free(self) -> int:
+        """Slots that hold nothing and are not being written."""
+        return int(np.count_nonzero(self._free))
 
     def stats(self) -> TierStats:
         self._stats.num_groups = len(self._slot_of)
