@@ -136,8 +136,8 @@ MUTANTS = (
         "interrupt-leaks",
         "after an interrupt slots have no owner",
         _tiers("file"),
-        "            self._free = ~self.table.used\n            raise",
-        "            raise",
+        "            self._free = ~self.table.used\n            for begun",
+        "            for begun",
         (LIVES,),
     ),
     Mutant(

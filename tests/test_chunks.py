@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -442,6 +443,39 @@ def test_an_engine_that_raises_while_another_store_is_under_way_fails_both_and_n
     assert (store.load(keys(4), after.addresses) == OK).all()
     assert (after.rows == memory.rows).all()
     assert store._tier.num_free == store.num_chunks_max - 4, "no slot is lost"
+    store.close()
+
+
+def test_who_keeps_an_index_of_chunks_is_told_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that was there when its transfer began may give way before that ends: it was not stored, then."""
+    monkeypatch.setattr("kvtide.tiers.slotwriter.PORTION_BYTES", 2 * SIZE)
+    index: set[bytes] = set()
+    slot_bytes = options(tmp_path).slot_layout().slot_bytes
+    store = ChunkStore(
+        replace(options(tmp_path), capacity_bytes=4096 + 8 * slot_bytes),
+        lambda left: index.difference_update(left.tolist()),
+    )
+    memory, named = Memory(1, SIZE, seed=1), keys(40)
+
+    def note(done: Transfer) -> None:
+        index.update(done.keys[done.statuses == OK].tolist())
+
+    moves = [[number, 0] if number % 3 == 0 else [number, number + 1] for number in range(1, 39)]
+    transfers = [Transfer(STORE, named[rows], np.repeat(memory.addresses, 2), note) for rows in moves]
+    for transfer in transfers:
+        store.submit(transfer)
+    store.drain()
+    assert index == set(named[store.has(named)].tolist())
+    store.close()
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_store_of_few_chunks_takes_one_after_the_other(tmp_path: Path, num: int) -> None:
+    large = ChunkOptions(tmp_path, 0, 20 << 20, "model", engine="threads")
+    store = ChunkStore(replace(large, capacity_bytes=4096 + num * large.slot_layout().slot_bytes))
+    memory = Memory(1, 20 << 20, seed=1)
+    transfers = [store.submit(Transfer(STORE, keys(4)[row : row + 1], memory.addresses)) for row in range(4)]
+    assert [transfer.result().tolist() for transfer in transfers] == [[OK]] * 4
     store.close()
 
 

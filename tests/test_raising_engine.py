@@ -185,6 +185,26 @@ def check_chunks(store: ChunkStore, method: str, at: int) -> None:
     assert (store.load(keys, addresses) == OK).all()
 
 
+def test_of_a_store_that_was_cut_short_nothing_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ChunkStore(ChunkOptions(tmp_path, 1 << 20, 4096, "m", engine="threads"))
+    memory = aligned_buffer(6 * 4096)
+    addresses = address_of(memory) + np.arange(6, dtype=np.uint64) * np.uint64(4096)
+    own, calls = store._tier._own, []
+
+    def interrupted(key: bytes, slot: int) -> None:
+        calls.append(slot)
+        if len(calls) == 3:
+            raise MemoryError
+        own(key, slot)
+
+    monkeypatch.setattr(store._tier, "_own", interrupted)
+    assert (store.store(keys(6), addresses) == FAILED).all()
+    assert not store.has(keys(6)).any()
+    check_slots(store._tier)
+    assert (store.store(keys(6), addresses) == OK).all()
+    store.close()
+
+
 def test_chunks_of_an_encrypted_batch_that_was_cut_short_take_no_room(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     size, num, master = 1 << 20, 20, MasterKey(bytes(32))

@@ -208,7 +208,7 @@ class ChunkStore:
                 return
             actions, taken = work or ([], [])
             move = Move(taken) if taken else None
-            if begun is not None and (move is None or not move.can_follow(begun)):
+            if begun is not None and (move is None or not self._can_follow(move, begun)):
                 self._end(begun)
                 begun = None
             for action in actions:  # now nothing moves
@@ -219,6 +219,15 @@ class ChunkStore:
             begun = move if is_under_way else None
             if move is not None and not is_under_way:
                 self._end(move)
+
+    def _can_follow(self, move: Move, begun: Move) -> bool:
+        """Say whether a move may begin before another one ends: loads may, and stores of other chunks, with room."""
+        if move.kind != begun.kind:
+            return False
+        if move.kind == LOAD:
+            return True
+        has_room = len(move.keys) + len(begun.keys) <= (1 - PINNED_SHARE) * self._tier.num_slots
+        return has_room and set(move.keys.tolist()).isdisjoint(begun.keys.tolist())
 
     def _begin(self, move: Move) -> bool:
         """Begin to move chunks; say whether anything is under way."""
@@ -242,7 +251,7 @@ class ChunkStore:
             if move.kind == LOAD and not self._is_lost:
                 statuses = self._load(move)
             elif move.storing is not None:
-                statuses = self._finish_store(move.storing)
+                statuses = self._finish_store(move.keys, move.storing)
         except Exception as error:  # the engine goes on without these chunks
             _log.warning("kvtide: %d chunks were given up: %s", len(move.keys), error)
         self.counts.failed += int((statuses == FAILED).sum())
@@ -288,15 +297,13 @@ class ChunkStore:
         slots, last = self._tier.slots_of(keys), last_of(keys)
         is_new = slots < 0
         self._lru.touch(slots[~is_new])
-        statuses = np.where(is_new, FULL, OK).astype(np.uint8)
         rows = np.flatnonzero(is_new & (last == np.arange(len(keys))))  # of one key named twice, once is enough
         rows, refused = self._door.let_in(keys, rows)
         if len(refused):
             self._tier.note(records_of(keys[refused]), "refused")
-        storing = Storing(statuses, last, rows, records_of(keys[rows]))
+        storing = Storing(last, rows, records_of(keys[rows]))
         if len(rows):
-            if self._make_room(len(rows)):  # some of those that were there may have given way
-                statuses[~is_new] = np.where(self._tier.lookup(keys[~is_new]), OK, FULL)
+            self._make_room(len(rows))
             at = addresses[rows]
             if self._bounce.needed(at):
                 at = self._bounce.lend(len(rows))
@@ -304,9 +311,10 @@ class ChunkStore:
             storing.writing = self._tier.begin_write(storing.records, at, cause="demote")
         return storing
 
-    def _finish_store(self, storing: Storing) -> Statuses:
-        """Wait until chunks are written, and return what became of all. Shapes: returns [n]."""
-        statuses, records, num_stored = storing.statuses, storing.records, 0
+    def _finish_store(self, keys: KeyArray, storing: Storing) -> Statuses:
+        """Wait until chunks are written, and return what became of all. Shapes: keys, returns [n]."""
+        records, num_stored = storing.records, 0
+        statuses = np.where(self._tier.lookup(keys), OK, FULL).astype(np.uint8)  # some may have given way meanwhile
         if storing.writing is not None:
             wrote = self._tier.finish_write(storing.writing)
             if (wrote != OK).any():
@@ -328,11 +336,11 @@ class ChunkStore:
             slots = self._tier.slots_of(self._touched.popleft())
             self._lru.touch(slots[slots >= 0])
 
-    def _make_room(self, num: int) -> int:
-        """Give up chunks that are not pinned, those used longest ago, until `num` fit; return how many."""
+    def _make_room(self, num: int) -> None:
+        """Give up chunks that are not pinned, those used longest ago, until `num` fit."""
         num_free = self._tier.num_free
         if num <= num_free:
-            return 0
+            return
         with self._pins.lock:  # what is pinned from here on is found to be gone
             evictable = self._tier.table.used.copy()
             slots = self._tier.slots_of(self._pins.keys())
@@ -344,7 +352,6 @@ class ChunkStore:
         self.counts.evicted += len(keys)
         self._tell_gone(keys)
         self._tier.flush_departures()  # waits for the drive, which `pin` must not
-        return len(keys)
 
     def _forget(self, keys: KeyArray) -> None:
         slots = self._tier.slots_of(keys)

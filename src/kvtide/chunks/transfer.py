@@ -110,12 +110,11 @@ def take_some(queue: deque[Transfer], num_max: int) -> list[tuple[Transfer, slic
 
 @dataclass(slots=True)
 class Storing:
-    """What was begun of chunks to store: what is known of each, and those that are being written, if any.
+    """What was begun of chunks to store, and which of them are being written, if any.
 
-    Shapes: statuses, last [n], of the last chunk with the same key; rows [m], of those that are written.
+    Shapes: last [n], of the last chunk with the same key; rows [m], of those that are written.
     """
 
-    statuses: Statuses
     last: npt.NDArray[np.intp]
     rows: npt.NDArray[np.intp]
     records: GroupRecords
@@ -136,12 +135,6 @@ class Move:
         self.slots = np.empty(0, np.int64)
         self.reading: Reading | None = None
         self.storing: Storing | None = None
-
-    def can_follow(self, other: Move) -> bool:
-        """Say whether this may begin before another one ends: loads may, and stores of chunks the other has not."""
-        if self.kind != other.kind:
-            return False
-        return self.kind == LOAD or set(self.keys.tolist()).isdisjoint(other.keys.tolist())
 
     def parts(self, statuses: Statuses) -> Iterator[tuple[Transfer, slice, Statuses]]:
         """Yield the transfers, which of their chunks these were, and what became of those. Shapes: statuses [n]."""

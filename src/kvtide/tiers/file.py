@@ -207,20 +207,15 @@ class FileTier:
         return np.concatenate(lost) if lost else wanted[:0]
 
     def write(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], *, cause: Cause) -> Statuses:
-        with self._consistent():
+        with self._consistent() as written:
             slots, statuses = self._room_for(records)
-            begun: list[tuple[slice, Begun]] = []
-            try:
-                for rows in self._writer.portions(len(slots)):  # one is hashed while the drive has the one before
-                    begun.append((rows, self._begin_write(slots[rows], records.take(rows), addresses[rows], cause)))
-                    if len(begun) > 1:
-                        before, first = begun.pop(0)
-                        statuses[before] = self._end_write(first)
-                for rows, last in begun:
-                    statuses[rows] = self._end_write(last)
-            except BaseException:  # nobody is told which ones are whole, so none may stay
-                self._drop_slots(slots, "failed")
-                raise
+            portions = list(self._writer.portions(len(slots)))
+            for number, rows in enumerate(portions):  # one is hashed while the drive has the one before
+                written.append(self._begin_write(slots[rows], records.take(rows), addresses[rows], cause))
+                if number:
+                    statuses[portions[number - 1]] = self._end_write(written[number - 1])
+            if portions:
+                statuses[portions[-1]] = self._end_write(written[-1])
             self.flush_departures()
             return statuses
 
@@ -244,8 +239,9 @@ class FileTier:
 
         Raises: IoError where the engine raised meanwhile, whatever for; none of them is there then.
         """
-        with self._consistent():
+        with self._consistent() as written:
             if writing.begun is not None:
+                written.append(writing.begun)
                 writing.statuses[: len(writing.begun.slots)] = self._end_write(writing.begun)
             self.flush_departures()
             return writing.statuses
@@ -338,15 +334,21 @@ class FileTier:
         self._free[slot] = False
 
     @contextlib.contextmanager
-    def _consistent(self) -> Iterator[None]:
-        """Leave nothing under way and no slot without an owner, whatever interrupts: an engine that raises, Ctrl-C."""
+    def _consistent(self) -> Iterator[list[Begun]]:
+        """Leave nothing under way and no slot without an owner, whatever interrupts: an engine that raises, Ctrl-C.
+
+        Yields a list for what is being written: nobody is told which of those are whole, so none may stay.
+        """
+        written: list[Begun] = []
         try:
-            yield
+            yield written
         except BaseException:
             self._io.settle()
             self.table.used[:] = False
             self.table.used[list(self._slot_of.values())] = True
             self._free = ~self.table.used
+            for begun in written:
+                self._drop_slots(begun.slots[self.table.sequences[begun.slots] == begun.sequences], "failed")
             raise
 
     def _release(self, slot: int) -> None:
