@@ -64,7 +64,7 @@ MUTANTS = (
         "header-first",
         "headers are written with their fragments where they must come after them",
         _tiers("slotwriter"),
-        "write = self._begin_packed if self._is_packed else self._write_in_steps",
+        "write = self._begin_packed if self.is_packed else self._write_in_steps",
         "write = self._begin_packed",
         (CRASH,),
     ),

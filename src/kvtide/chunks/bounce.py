@@ -34,10 +34,14 @@ class Bounce:
         """Say whether chunks at `addresses` cannot move by themselves. Shapes: [n, P]."""
         return not self._can_be_direct or bool((addresses % PAGE_BYTES).any())
 
-    def lend(self, num: int) -> Addresses:
-        """Return where the fragments of `num` chunks may lie, until it is asked twice more. Shapes: [n, F]."""
+    def lend(self, num: int, *, keeps_last: bool = False) -> Addresses:
+        """Return where the fragments of `num` chunks may lie, until it is asked again, or twice with `keeps_last`.
+
+        Shapes: returns [n, F].
+        """
         size = int(self._starts[-1]) * num
-        self._buffers.reverse()
+        if keeps_last:
+            self._buffers.reverse()
         if len(self._buffers[0]) < size:
             self._buffers[0] = aligned_buffer(size)
         return self._bases(np.arange(num))[:, None] + self._starts[:-1]

@@ -202,23 +202,23 @@ class ChunkStore:
     def _run(self) -> None:
         begun: Move | None = None  # ends when the next one has begun, so that the drive does not pause
         while True:
-            num = self._tier.portion(is_idle=begun is None)
-            work = self._work.take(num, can_wait=begun is None)
+            num_stores = self._tier.portion(is_idle=begun is None or begun.kind == LOAD)
+            work = self._work.take(num_stores, can_wait=begun is None)
             if work is None and begun is None:
                 return
             actions, taken = work or ([], [])
             move = Move(taken) if taken else None
             if begun is not None and (move is None or not self._can_follow(move, begun)):
-                self._end(begun)
+                self._end(begun)  # alone
                 begun = None
             for action in actions:  # now nothing moves
                 action()
             is_under_way = move is not None and self._begin(move)
             if begun is not None:
-                self._end(begun)
+                self._end(begun)  # while the drive has the next one
             begun = move if is_under_way else None
             if move is not None and not is_under_way:
-                self._end(move)
+                self._end(move)  # there was nothing to wait for, or it could not begin
 
     def _can_follow(self, move: Move, begun: Move) -> bool:
         """Say whether a move may begin before another one ends: loads may, and stores of other chunks, with room."""
@@ -240,8 +240,10 @@ class ChunkStore:
             elif not self._bounce.needed(move.addresses):
                 move.reading = self._read(move, move.addresses)
         except Exception as error:  # a load is tried again, and given up, when nothing else is under way
-            level = logging.DEBUG if move.kind == LOAD else logging.WARNING
-            _log.log(level, "kvtide: %d chunks cannot be moved: %s", len(move.keys), error)
+            level, what = (
+                (logging.DEBUG, "cannot be read yet") if move.kind == LOAD else (logging.WARNING, "were given up")
+            )
+            _log.log(level, "kvtide: %d chunks %s: %s", len(move.keys), what, error)
         return move.reading is not None or (move.storing is not None and move.storing.writing is not None)
 
     def _end(self, move: Move) -> None:
@@ -306,7 +308,7 @@ class ChunkStore:
             self._make_room(len(rows))
             at = addresses[rows]
             if self._bounce.needed(at):
-                at = self._bounce.lend(len(rows))
+                at = self._bounce.lend(len(rows), keeps_last=True)
                 self._bounce.fill(addresses[rows])
             storing.writing = self._tier.begin_write(storing.records, at, cause="demote")
         return storing

@@ -224,10 +224,11 @@ class FileTier:
         return self._writer.portion(is_idle=is_idle)
 
     def begin_write(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], *, cause: Cause) -> Writing:
-        """Begin what `finish_write` ends: a `portion` at most. Two may be under way; meanwhile nothing is read.
+        """Begin what `finish_write` ends: a `portion` at most, packed. Two may be under way; meanwhile nothing is read.
 
         Groups are not there before `finish_write`. What is at `addresses` must stay as it is until then.
         """
+        assert self._writer.is_packed, "a write in steps is over when it has begun"
         with self._consistent():
             slots, statuses = self._room_for(records)
             num = len(slots)

@@ -35,7 +35,7 @@ class Begun:
     proofs: npt.NDArray[np.uint8]
     checksums: npt.NDArray[np.uint64]
     pages: npt.NDArray[np.uint8]  # the headers
-    good: npt.NDArray[np.bool_]
+    good: npt.NDArray[np.bool_]  # right after `finish`
     merged: Merged | None = None  # what is under way
 
     @property
@@ -50,7 +50,7 @@ class SlotWriter:
     def __init__(
         self, io: SlotIo, codec: HeaderCodec, table: SlotTable, cipher: Cipher | None, *, is_packed: bool
     ) -> None:
-        self._io, self._codec, self._table, self._cipher, self._is_packed = io, codec, table, cipher, is_packed
+        self._io, self._codec, self._table, self._cipher, self.is_packed = io, codec, table, cipher, is_packed
         self._layout = io.layout
         num_bytes = 0 if cipher is None else max(PORTION_BYTES, self._layout.slot_bytes) + PROOF_BYTES
         self._memory = [aligned_buffer(num_bytes) for _ in range(2)]  # of what is written, and of what is next
@@ -64,10 +64,10 @@ class SlotWriter:
             start = end
 
     def portion(self, *, is_idle: bool) -> int:
-        """Return how many slots to begin with at once. `is_idle`: nothing is being written."""
-        if not self._is_packed and self._cipher is None:
+        """Return how many slots to begin with at once, at most; `is_idle`: none is being written."""
+        if not self.is_packed and self._cipher is None:
             return self._table.used.size
-        share = FIRST_SHARE if is_idle and self._is_packed else 1
+        share = FIRST_SHARE if is_idle and self.is_packed else 1
         return max(1, PORTION_BYTES // share // self._layout.slot_bytes)
 
     def begin(
@@ -80,14 +80,15 @@ class SlotWriter:
     ) -> Begun:
         """Hash slots and hand them to the drive, or write them right away where that takes steps.
 
-        Of encrypted ones a portion at most; one more may be begun before `finish`.
+        Of encrypted ones a portion at most. Before `finish` one more may be begun, no third one: it would take the
+        memory of the first.
         """
         num, num_fragments = addresses.shape
         addresses, proofs = self._encrypted(slots, records, sequences, addresses)
         checksums, good = np.empty((num, num_fragments), np.uint64), np.ones(num, np.bool_)
         pages = aligned_buffer(num * self._layout.header_bytes).reshape(num, self._layout.header_bytes)
         begun = Begun(slots, records, sequences, cause, proofs, checksums, pages, good)
-        write = self._begin_packed if self._is_packed else self._write_in_steps
+        write = self._begin_packed if self.is_packed else self._write_in_steps
         write(begun, addresses)
         return begun
 
@@ -143,6 +144,7 @@ class SlotWriter:
             return addresses, np.zeros((len(slots), self._layout.proof_bytes), np.uint8)
         lengths = np.array(self._layout.fragment_padded_bytes)
         sizes = np.broadcast_to(lengths, addresses.shape)
+        assert sizes.sum() + PROOF_BYTES <= len(self._memory[0]), "more than a portion"
         self._memory.reverse()
         targets = (address_of(self._memory[0]) + np.cumsum(sizes).reshape(sizes.shape) - sizes).astype(np.uint64)
         parts = np.arange(len(lengths))
