@@ -394,6 +394,22 @@ def test_a_store_begins_while_the_one_before_ends(tmp_path: Path, monkeypatch: p
     store.close()
 
 
+def test_a_store_waits_until_nothing_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, memory, gate = ChunkStore(options(tmp_path)), Memory(4, SIZE, seed=1), threading.Event()
+    store.store(keys(2), memory.addresses[:2])
+    order = log_calls(store, monkeypatch, "begin_read", "finish_read", "begin_write", "finish_write")
+    waiting = threading.Thread(target=lambda: store._between(lambda: gate.wait(60)))
+    waiting.start()
+    both = [Transfer(LOAD, keys(2), memory.addresses[:2]), Transfer(STORE, keys(4)[2:], memory.addresses[2:])]
+    for transfer in both:
+        store.submit(transfer)
+    gate.set()
+    assert [set(transfer.result().tolist()) for transfer in both] == [{OK}, {OK}]
+    waiting.join()
+    assert order == ["begin_read", "finish_read", "begin_write", "finish_write"]
+    store.close()
+
+
 def test_a_chunk_that_is_being_written_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.tiers.slotwriter.PORTION_BYTES", SIZE)
     store, memory = ChunkStore(options(tmp_path)), Memory(4, SIZE, seed=1)
