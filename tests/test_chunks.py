@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import sys
@@ -354,23 +355,26 @@ def test_a_load_begins_while_the_one_before_ends(tmp_path: Path, monkeypatch: py
     store.close()
 
 
+def refuse(store: ChunkStore, monkeypatch: pytest.MonkeyPatch, which: range) -> None:
+    engine, calls = store._tier._io.engine, itertools.count(1)
+    submit = engine.submit
+
+    def submit_or_raise(batch: np.ndarray) -> None:
+        if next(calls) in which:
+            raise IoError(5, "planted")
+        submit(batch)
+
+    monkeypatch.setattr(engine, "submit", submit_or_raise)
+
+
 @pytest.mark.parametrize("failing", [1, 2])
 def test_an_engine_that_raises_while_another_load_is_under_way_fails_both_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     monkeypatch.setattr("kvtide.chunks.store.LOAD_BYTES", SIZE)
-    store, before, after, calls = ChunkStore(options(tmp_path)), Memory(4, SIZE, seed=1), Memory(4, SIZE), []
+    store, before, after = ChunkStore(options(tmp_path)), Memory(4, SIZE, seed=1), Memory(4, SIZE)
     store.store(keys(4), before.addresses)
-    engine = store._tier._io.engine
-    submit = engine.submit
-
-    def refuse(batch: np.ndarray) -> None:
-        calls.append(len(batch))
-        if failing <= len(calls) < failing + 3:  # and when it is tried again
-            raise IoError(5, "planted")
-        submit(batch)
-
-    monkeypatch.setattr(engine, "submit", refuse)
+    refuse(store, monkeypatch, range(failing, failing + 3))  # and when it is tried again
     done = store.load(keys(4), after.addresses)
     assert set(done.tolist()) == {OK, FAILED}
     assert (after.rows[done == OK] == before.rows[done == OK]).all()
@@ -441,17 +445,8 @@ def test_an_engine_that_raises_while_another_store_is_under_way_fails_both_and_n
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     monkeypatch.setattr("kvtide.tiers.slotwriter.PORTION_BYTES", SIZE)
-    store, memory, after, calls = ChunkStore(options(tmp_path)), Memory(4, SIZE, seed=1), Memory(4, SIZE), []
-    engine = store._tier._io.engine
-    submit = engine.submit
-
-    def refuse(batch: np.ndarray) -> None:
-        calls.append(len(batch))
-        if len(calls) == failing:
-            raise IoError(5, "planted")
-        submit(batch)
-
-    monkeypatch.setattr(engine, "submit", refuse)
+    store, memory, after = ChunkStore(options(tmp_path)), Memory(4, SIZE, seed=1), Memory(4, SIZE)
+    refuse(store, monkeypatch, range(failing, failing + 1))
     done = store.store(keys(4), memory.addresses)
     assert done.tolist() == [FAILED] * failing + [OK] * (4 - failing)
     assert store.has(keys(4)).tolist() == (done == OK).tolist()
