@@ -513,7 +513,7 @@ def test_mooncake_keeps_the_contract_and_carries_a_cache() -> None:
         hung = remote_tier(url + "&timeout_s=0.3", layout)
         assert hung.lookup(as_keys(KEYS)).tolist() == [False, False, False, True]
         masters = [one for one in psutil.Process().children(recursive=True) if "mooncake_master" in one.name()]
-        masters[-1].suspend()
+        suspend(masters[-1])
         assert not hung.lookup(as_keys(KEYS)).any()
         assert hung.breaker.is_open
         assert groups.write(hung, KEYS[:1], [3]) == [FAILED]
@@ -541,6 +541,21 @@ def test_mooncake_moves_thousands_of_small_values_and_leaves_no_ports_taken() ->
         client.close()
         assert (got == stored).all()
         assert ports_waiting() - waiting < num / 10
+
+
+def suspend(process: psutil.Process) -> None:
+    """Stop a process, and wait until each of its threads is: one that works may answer once more."""
+    process.suspend()
+    tasks = Path(f"/proc/{process.pid}/task")
+    while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.iterdir()):
+        time.sleep(0.005)
+
+
+def test_a_master_that_is_stopped_is_killed_with_those_who_started_it() -> None:
+    with mooncake():
+        (master,) = [one for one in psutil.Process().children(recursive=True) if "mooncake_master" in one.name()]
+        suspend(master)
+    assert not master.is_running()
 
 
 def ports_waiting() -> int:
