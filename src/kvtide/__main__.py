@@ -6,12 +6,13 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; leave with 130 when interrupted while it is imported."""
+    """Run the command line; leave with 130 when interrupted while it is imported, or on the way out."""
     try:
         from kvtide.cli import main as run
+
+        run()
     except KeyboardInterrupt:
         sys.exit(130)
-    run()
 
 
 if __name__ == "__main__":
