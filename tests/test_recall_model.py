@@ -62,12 +62,8 @@ def test_a_memory_merges_in_tiers_and_writes_over_what_it_merged() -> None:
     old, segments = segment_log(row_bytes=1024, rows_per_commit=10, rows=80_000 * 18)
     assert (young.compaction, none) == ((), ())
     assert old.compaction == pytest.approx((1.0, 1.0), abs=0.15)
-    assert [rows // 65_536 for rows in segments] == [
-        9,
-        9,
-        1,
-        1,
-    ]  # whole logs, 5 at a time: two of tier 1, two of tier 0
+    tiers = [9, 9, 1, 1]  # whole logs, 5 at a time: two segments of tier 1, two of tier 0
+    assert [rows // 65_536 for rows in segments] == tiers
     assert old.log < young.log
     assert segment_log(row_bytes=1024, rows_per_commit=64, rows=1000)[0].log < 1.3  # at once, with a journal write
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -249,6 +251,18 @@ def test_a_store_is_measured_on_a_device_of_its_own(tmp_path: Path) -> None:
     assert not loops(tmp_path)
 
 
+def await_inserts(child: subprocess.Popen[bytes], num: int, seconds: float = 60) -> None:
+    """Return once the worker of `child` has written so often; fails where that takes longer."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        for one in psutil.Process(child.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has ended
+                if "kvtide.stores.worker" in one.cmdline() and one.io_counters().write_count >= num:
+                    return
+        time.sleep(0.02)
+    pytest.fail(f"no worker of {child.pid} has written {num} times in {seconds:g} s")
+
+
 @needs_loop
 @pytest.mark.root
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -257,12 +271,10 @@ def test_ending_it_leaves_no_loop_device(tmp_path: Path, number: int) -> None:
     command += ["100", "--disk", "64MiB", "--dim", "8", "--dir", str(tmp_path)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     await_loop(child, tmp_path)
-    time.sleep(0.5)
+    await_inserts(child, 100)  # nothing is imported, or set up, any more
     os.kill(child.pid, number)
     _, errors = child.communicate(timeout=60)
-    assert child.returncode in ({130, -number} if number == signal.SIGINT else {-number}), (
-        errors.decode()
-    )  # a shell's 130
+    assert child.returncode == (130 if number == signal.SIGINT else -number), errors.decode()
     await_no_loop(tmp_path, seconds=20)
 
 
