@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -114,6 +115,19 @@ def test_an_interrupt_while_the_command_is_imported_is_quiet() -> None:
         "start.main()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_ctrl_c_while_a_dataclass_is_made_ends_python_m_with_130_too(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("exec('raise KeyboardInterrupt')\n")  # imported first
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtide", "--version"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (130, "")
 
 

@@ -278,6 +278,31 @@ def test_ending_it_leaves_no_loop_device(tmp_path: Path, number: int) -> None:
     await_no_loop(tmp_path, seconds=20)
 
 
+@needs_loop
+@pytest.mark.root
+def test_killing_it_before_the_mount_leaves_no_loop_device(tmp_path: Path) -> None:
+    tool = tmp_path / "bin" / "mkfs.ext4"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\nexec sleep 60\n")
+    tool.chmod(0o755)
+    command = [sys.executable, "-m", "kvtide", "recall", "bench", "--engines", "sqlite", "--rows", "60", "--dim", "8"]
+    paths = {**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}"}
+    child = subprocess.Popen(
+        [*command, "--disk", "64MiB", "--dir", str(tmp_path)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=paths,
+        start_new_session=True,
+    )
+    try:
+        await_loop(child, tmp_path)
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait(60)
+        await_no_loop(tmp_path, seconds=20)
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)  # the tool
+
+
 FILL = """
 import sqlite3, sys
 base = sqlite3.connect(sys.argv[1] + "/rows.db", isolation_level=None)

@@ -13,6 +13,10 @@ def main() -> None:
         run()
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        # Python remembers that Ctrl-C ended code run from a string (dataclasses are made so), also where it was caught,
+        # and `python -m` then dies by SIGINT whatever the exit code. The next such code makes it forget.
+        exec("")  # noqa: S102
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ Decides what the counts mean and says so in `source`. Knows no store.
 
 Theory. Bytes are counted by the block layer between two syncfs calls, because a process's own counters miss journal
 writes and count pages that were never written. A loop device that only the measured store uses makes the count exact.
-Its mount lives in a mount namespace of this process, its image has no name, and the loop device clears itself when it
-is unmounted: however the process ends, the kernel takes all three away.
+Its mount lives in a mount namespace of this process, its image has no name, and the loop device clears itself when
+nobody has it open or mounted: however the process ends, the kernel takes all three away.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from typing import Self
 from kvtide.errors import ConfigError, IoError, UnsupportedError
 from kvtide.probe.caps import caps_of
 from kvtide.probe.mounts import own_mounts
+from kvtide.stores.loop import CONTROL, open_loop
 from kvtide.units import format_bytes, printable
 
 SECTOR_BYTES = 512  # of /sys/block/*/stat, whatever the device has
-TOOLS = ("losetup", "mkfs.ext4", "mount", "umount")
+TOOLS = ("mkfs.ext4", "mount", "umount")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -128,6 +129,7 @@ class LoopDisk:
         self.work, self.size_bytes = work, size_bytes
         self.name, self.number, self._is_mounted = "", 0, False
         self.image = _image(work, size_bytes) if image is None else image
+        self._device = -1  # open while this lives, or the device clears itself
         self._is_new = image is None
         self.mount_point = Path(tempfile.mkdtemp(prefix="kvtide-mount-"))
         self.folder = self.mount_point / "store"
@@ -136,9 +138,8 @@ class LoopDisk:
     def __enter__(self) -> Self:
         try:
             own_mounts()
-            found = _tool("losetup", "--find", "--show", "--direct-io=on", f"/proc/{os.getpid()}/fd/{self.image}")
-            self.name = Path(found.strip()).name
-            number = Path(f"/dev/{self.name}").stat().st_rdev
+            self._device, self.name = open_loop(self.image)
+            number = os.fstat(self._device).st_rdev
             self.number = os.major(number) << 20 | os.minor(number)
             if self._is_new:
                 # Nothing may be initialised later: it would be counted as the store's.
@@ -158,15 +159,11 @@ class LoopDisk:
 
     def refresh(self) -> None:
         """Mount the file system anew, so that nothing of it is in memory. No process may use it."""
-        hold = os.open(f"/dev/{self.name}", os.O_RDONLY | os.O_CLOEXEC)  # or it clears itself
-        try:
-            _tool("umount", str(self.mount_point))
-            self._is_mounted = False
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(hold, 0, 0, os.POSIX_FADV_DONTNEED)  # the device's own page cache
-            self._mount()
-        finally:
-            os.close(hold)
+        _tool("umount", str(self.mount_point))
+        self._is_mounted = False
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self._device, 0, 0, os.POSIX_FADV_DONTNEED)  # the device's own page cache
+        self._mount()
 
     def copy_image(self) -> int:
         """Return a copy of what the device has been given so far, as an open nameless file: a power cut.
@@ -197,12 +194,11 @@ class LoopDisk:
             if done.returncode:  # somebody still holds a file: take it away when they are gone
                 subprocess.run(["umount", "--lazy", str(self.mount_point)], capture_output=True, check=False)
             self._is_mounted = False
-        elif self.name:
-            subprocess.run(["losetup", "--detach", f"/dev/{self.name}"], capture_output=True, check=False)
         self.name = ""
-        if self.image >= 0:
-            os.close(self.image)
-            self.image = -1
+        for fd in (self._device, self.image):
+            if fd >= 0:
+                os.close(fd)
+        self._device = self.image = -1
         with contextlib.suppress(OSError):
             self.mount_point.rmdir()
 
@@ -214,8 +210,6 @@ class LoopDisk:
     def _mount(self) -> None:
         _tool("mount", "-t", "ext4", f"/dev/{self.name}", str(self.mount_point))
         self._is_mounted = True
-        # It clears itself once the mount is gone.
-        subprocess.run(["losetup", "--detach", f"/dev/{self.name}"], capture_output=True, check=False)
 
 
 Place = LoopDisk | Shared
@@ -228,7 +222,7 @@ def why_not() -> str:
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"a loop device needs {', '.join(missing)}; type apt install util-linux mount e2fsprogs"
-    return "" if Path("/dev/loop-control").exists() else "this kernel has no loop devices (/dev/loop-control)"
+    return "" if Path(CONTROL).exists() else f"this kernel has no loop devices ({CONTROL})"
 
 
 def _image(work: Path, size_bytes: int) -> int:
@@ -244,8 +238,7 @@ def _image(work: Path, size_bytes: int) -> int:
     return fd
 
 
-def _tool(*words: str) -> str:
+def _tool(*words: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise IoError(errno.EIO, f"{' '.join(words)}: {printable(done.stderr.strip())}")
-    return done.stdout
