@@ -118,14 +118,22 @@ def test_an_interrupt_while_the_command_is_imported_is_quiet() -> None:
     assert (done.returncode, done.stderr) == (130, "")
 
 
-def test_ctrl_c_while_a_dataclass_is_made_ends_python_m_with_130_too(tmp_path: Path) -> None:
-    (tmp_path / "typer.py").write_text("exec('raise KeyboardInterrupt')\n")  # imported first
+@pytest.mark.parametrize(
+    "first",
+    [
+        "exec('raise KeyboardInterrupt')",  # how dataclasses are made
+        "import time\nclass Lock:\n    def __del__(self): raise KeyboardInterrupt\nLock()\ntime.sleep(30)",
+    ],
+    ids=["code-from-a-string", "finalizer"],
+)
+def test_ctrl_c_ends_python_m_wherever_it_comes(tmp_path: Path, first: str) -> None:
+    (tmp_path / "typer.py").write_text(first)  # what is imported first
     done = subprocess.run(
         [sys.executable, "-m", "kvtide", "--version"],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=20,
         check=False,
     )
     assert (done.returncode, done.stderr) == (130, "")

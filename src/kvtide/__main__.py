@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
+
+AGAIN_S = 0.01
 
 
 def main() -> None:
     """Run the command line; leave with 130 when interrupted while it is imported, or on the way out."""
+    sys.unraisablehook = _lost
     try:
         from kvtide.cli import main as run
 
@@ -17,6 +22,16 @@ def main() -> None:
         # Python remembers that Ctrl-C ended code run from a string (dataclasses are made so), also where it was caught,
         # and `python -m` then dies by SIGINT whatever the exit code. The next such code makes it forget.
         exec("")  # noqa: S102
+
+
+def _lost(what: sys.UnraisableHookArgs) -> None:
+    """Interrupt again, soon, where Ctrl-C came in a finalizer or a callback: Python drops it there, and goes on."""
+    if what.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(what)
+        return
+    again = threading.Timer(AGAIN_S, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    again.daemon = True
+    again.start()
 
 
 if __name__ == "__main__":
