@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from kvtide.stores.worker import ACKED
 from kvtide.units import printable
 
 ERROR_LETTERS_MAX = 300
+SIGNALS_S = 0.5
 
 
 class Worker:
@@ -68,6 +70,8 @@ class Worker:
         """Give an order and return the answer."""
         self.send(do, **what)
         assert self._child.stdout is not None
+        while not select.select([self._child.stdout], [], [], SIGNALS_S)[0]:
+            pass  # a signal that came just before the wait, or to another thread, is seen now
         line = self._child.stdout.readline()
         if not line:
             raise self._died()
