@@ -16,6 +16,7 @@ from kvtide.blocks import KEY, KeyArray
 
 _HASH = KEY.itemsize
 _BESIDE_MAX = 8
+_FORMS = {_HASH + beside: np.dtype([("hash", KEY), ("beside", np.uint8, beside)]) for beside in range(_BESIDE_MAX + 1)}
 
 
 def fold_one(key: bytes) -> bytes:
@@ -36,13 +37,13 @@ def fold(keys: Sequence[bytes]) -> KeyArray:
     """
     if not keys:
         return np.zeros(0, KEY)
-    length = len(keys[0])
-    joined = b"".join(keys)
-    beside = length - _HASH
-    is_hash = 0 <= beside <= _BESIDE_MAX and len(joined) == length * len(keys) and set(map(len, keys)) == {length}
-    if not is_hash:
+    length, joined = len(keys[0]), b"".join(keys)
+    form = _FORMS.get(length)
+    if form is None or len(joined) != length * len(keys) or set(map(len, keys)) != {length}:
         return np.frombuffer(b"".join(map(fold_one, keys)), KEY)
-    rows = np.frombuffer(joined, np.uint8).reshape(len(keys), length)
-    folded = rows[:, :_HASH].copy()
-    folded[:, :beside] ^= rows[:, _HASH:]
-    return folded.view(KEY)[:, 0]
+    rows = np.frombuffer(joined, form)
+    folded, beside = rows["hash"].copy(), rows["beside"].tobytes()
+    if beside.strip(b"\0"):
+        firsts = folded.view(np.uint8).reshape(len(keys), _HASH)[:, : length - _HASH]
+        firsts ^= np.frombuffer(beside, np.uint8).reshape(firsts.shape)
+    return folded

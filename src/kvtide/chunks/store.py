@@ -257,10 +257,10 @@ class ChunkStore:
         except Exception as error:  # the engine goes on without these chunks
             _log.warning("kvtide: %d chunks were given up: %s", len(move.keys), error)
         self.counts.failed += int((statuses == FAILED).sum())
-        for transfer, rows, found in move.parts(statuses):
-            if transfer.end(rows, found):
-                tell("a finished transfer", transfer.finish)
-                self._work.note_done()
+        ended = [transfer for transfer, rows, found in move.parts(statuses) if transfer.end(rows, found)]
+        for transfer in ended:
+            tell("a finished transfer", transfer.finish)
+        self._work.note_done(len(ended))
 
     def _read(self, move: Move, at: Addresses) -> Reading:
         """Begin to read the fragments of chunks. Shapes: at [n, F]."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvtide.blocks import KeyArray
 from kvtide.errors import ConfigError
-from kvtide.tiers.contract import FAILED, OK, GroupRecords, Statuses
+from kvtide.tiers.contract import FAILED, GroupRecords, Statuses
 from kvtide.tiers.file import Reading, Writing
 
 Kind = Literal["store", "load"]
@@ -41,14 +41,17 @@ class Transfer:
     statuses: Statuses = field(init=False)
     num_taken: int = 0  # chunks the store has begun with
     num_left: int = field(init=False)
+    num_good: int = 0  # chunks that arrived
     began_ns: int = 0
     ended_ns: int = 0
-    _ended: threading.Event = field(default_factory=threading.Event)
+    _under_way: threading.Lock = field(default_factory=threading.Lock)  # an Event costs as much as all the rest
 
     def __post_init__(self) -> None:
         self.addresses = self.addresses.reshape(len(self.keys), -1 if len(self.keys) else 1)
-        self.statuses = np.full(len(self.keys), FAILED, np.uint8)
+        self.statuses = np.empty(len(self.keys), np.uint8)
+        self.statuses.fill(FAILED)
         self.num_left = len(self.keys)
+        self._under_way.acquire()
 
     def check_pieces(self, num_pieces: int) -> None:
         """Raise ConfigError unless there is an address for each of the `num_pieces` of a chunk."""
@@ -59,20 +62,23 @@ class Transfer:
     @property
     def done(self) -> bool:
         """Whether nothing of it moves any more."""
-        return self._ended.is_set()
+        return bool(self.ended_ns)
 
     @property
     def is_good(self) -> bool:
         """Whether every chunk arrived."""
-        return bool((self.statuses == OK).all())
+        return self.num_good == len(self.keys)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Return when it is done, or False when `timeout_s` has gone by."""
-        return self._ended.wait(timeout_s)
+        is_done = self._under_way.acquire(timeout=-1 if timeout_s is None else timeout_s)
+        if is_done:
+            self._under_way.release()
+        return is_done
 
     def result(self) -> Statuses:
         """Wait, and return what became of each chunk. Shapes: returns [n]."""
-        self._ended.wait()
+        self.wait()
         return self.statuses
 
     def take(self, num_max: int) -> slice:
@@ -85,13 +91,14 @@ class Transfer:
     def end(self, rows: slice, statuses: Statuses) -> bool:
         """Note what became of some chunks; say whether those were the last."""
         self.statuses[rows] = statuses
+        self.num_good += len(statuses) - int(np.count_nonzero(statuses))  # OK is 0
         self.num_left -= len(statuses)
         return not self.num_left
 
     def finish(self) -> None:
         """Let those who wait go on."""
         self.ended_ns = time.perf_counter_ns()
-        self._ended.set()
+        self._under_way.release()
         if self.on_done is not None:
             self.on_done(self)
 

@@ -67,11 +67,12 @@ class Work:
             taken = take_some(self._queues[kind], self._num_loads_max if kind == LOAD else num_stores_max)
             return ([], taken) if taken else None
 
-    def note_done(self) -> None:
-        """Say that a transfer that was taken is done."""
+    def note_done(self, num: int) -> None:
+        """Say that `num` transfers that were taken are done."""
         with self._changed:
-            self.num_open -= 1
-            self._changed.notify_all()
+            self.num_open -= num
+            if not self.num_open:
+                self._changed.notify_all()
 
     def drain(self) -> None:
         """Return when every transfer is done."""

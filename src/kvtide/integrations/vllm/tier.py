@@ -178,8 +178,8 @@ class KvtideTier(SecondaryTierManager):
         return stats
 
     def _submit(self, kind: Kind, job: TransferJob) -> None:
-        rows = np.asarray(job.chunk_ids, np.uint64)
-        addresses: npt.NDArray[np.uint64] = np.uint64(self._address) + rows * np.uint64(self.block_size_bytes)
+        rows = np.asarray(job.chunk_ids, np.int64)
+        addresses: npt.NDArray[np.uint64] = (rows * self.block_size_bytes + self._address).view(np.uint64)
         transfer = Transfer(kind, fold(list(job.keys)), addresses, self._ended)
         self._jobs[transfer] = job  # before it can end
         self._store.submit(transfer)
@@ -187,26 +187,25 @@ class KvtideTier(SecondaryTierManager):
     def _ended(self, transfer: Transfer) -> None:
         """Note what came or went, on the store's worker."""
         try:
-            there = self._store.has(transfer.keys)
             if transfer.kind == STORE:
+                there = self._store.has(transfer.keys)
                 names = list(itertools.compress(self._jobs[transfer].keys, there.tolist()))
                 self._known.stored(transfer.keys[there], names)
-            elif not there.all():
-                self._known.gone(transfer.keys[~there])
+            elif not transfer.is_good:
+                self._known.gone(transfer.keys[~self._store.has(transfer.keys)])
         finally:
             self._done.append(transfer)
 
     def _result(self, job: TransferJob, transfer: Transfer) -> JobResult:
-        good = transfer.statuses == OK
         kept = None
-        if transfer.kind == LOAD and not good.all() and good.any():
-            kept = tuple(key for key, is_good in zip(job.keys, good.tolist(), strict=True) if is_good)
+        if transfer.kind == LOAD and not transfer.is_good and transfer.num_good:
+            kept = tuple(itertools.compress(job.keys, (transfer.statuses == OK).tolist()))
         return JobResult(
             job_id=job.job_id,
-            success=bool(good.all()),
+            success=transfer.is_good,
             successful_keys=kept,
             transfer_time=(transfer.ended_ns - transfer.began_ns) / 1e9,
-            transfer_bytes=int(good.sum()) * self.block_size_bytes,
+            transfer_bytes=transfer.num_good * self.block_size_bytes,
         )
 
 
