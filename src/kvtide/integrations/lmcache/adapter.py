@@ -218,7 +218,7 @@ class KvtideL2Adapter(L2AdapterInterface):
     def _moved(self, task: Task, rows: Rows, form: str, transfer: Transfer) -> None:
         """End a part that is done."""
         good, num_bytes = transfer.statuses == OK, 0
-        if task.kind == STORE and good.any():
+        if task.kind == STORE and transfer.num_good:
             good &= self._stores.stores[form].has(transfer.keys)  # some may have given way to the last of them
         try:
             num_bytes = self._note(task, rows[good], form, transfer, good)

@@ -55,14 +55,14 @@ def form_of(memory: Any) -> Kind:
         shapes, dtypes = memory.get_shapes(), memory.get_dtypes()
     except AssertionError:  # LMCache's way to say that it knows one only
         shapes, dtypes = [memory.get_shape()], [memory.get_dtype()]
-    return _form(tuple(map(tuple, shapes)), tuple(dtypes), getattr(memory.get_memory_format(), "name", ""))
+    return _form(tuple(shapes), tuple(dtypes), memory.get_memory_format())
 
 
 @functools.lru_cache(1024)
-def _form(shapes: tuple[Any, ...], dtypes: tuple[Any, ...], format_name: str) -> Kind:
+def _form(shapes: tuple[Any, ...], dtypes: tuple[Any, ...], memory_format: Any) -> Kind:
     num_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
     parts = [f"{dtype} {'x'.join(map(str, shape))}" for shape, dtype in zip(shapes, dtypes, strict=True)]
-    text = f"{', '.join(parts)}; {format_name}"
+    text = f"{', '.join(parts)}; {getattr(memory_format, 'name', '')}"
     if len(text) > _TEXT_MAX:
         text = f"{text[: _TEXT_MAX - 66]}; {hashlib.sha256(text.encode()).hexdigest()}"
     return Kind(text, (num_bytes,))
