@@ -69,16 +69,21 @@ class Round:
 def run_rounds(
     tiers: Mapping[str, Make], directory: Path, sizes: Mapping[int, int], repeats: int, job_chunks: int
 ) -> list[dict[str, Any]]:
-    """Run every tier at every size `repeats` times, in turn, each time in another order; return medians and ranges."""
-    draw, rows = random.Random(0), []
+    """Run every tier at every size `repeats` times, in turn, each time in another order; return medians and ranges.
+
+    All rounds of a size use one memory, as an engine keeps its own: direct I/O from and to memory that is new after a
+    buffered tier's round was three times as slow on a virtual machine, whose host had to find it first.
+    """
+    draw, found_rows = random.Random(0), []
     for size, num in sizes.items():
+        rows = np.frombuffer(mmap.mmap(-1, size * (num + 1)), np.uint8).reshape(num + 1, size)
         found: dict[str, list[Round]] = {name: [] for name in tiers}
         for turn in range(repeats):
             for name in draw.sample(list(tiers), len(tiers)):
-                found[name].append(_round(tiers[name], directory / f"{name}-{size}-{turn}", size, num, job_chunks))
+                found[name].append(_round(tiers[name], directory / f"{name}-{size}-{turn}", rows, job_chunks))
                 print(f"{name} {size // KIB} KiB: round {turn + 1} of {repeats}", file=sys.stderr)
-        rows += [_row(name, size, num, rounds) for name, rounds in found.items()]
-    return rows
+        found_rows += [_row(name, size, num, rounds) for name, rounds in found.items()]
+    return found_rows
 
 
 def chunk_key(number: int) -> bytes:
@@ -86,9 +91,8 @@ def chunk_key(number: int) -> bytes:
     return hashlib.sha256(str(number).encode()).digest()
 
 
-def _round(make: Make, directory: Path, size: int, num: int, job_chunks: int) -> Round:
-    memory = mmap.mmap(-1, size * (num + 1))
-    rows = np.frombuffer(memory, np.uint8).reshape(num + 1, size)
+def _round(make: Make, directory: Path, rows: Rows, job_chunks: int) -> Round:
+    num, size = len(rows) - 1, rows.shape[1]
     rows[:] = np.random.default_rng(size).integers(0, 256, rows.shape, np.uint8)
     wanted = rows.copy()
     directory.mkdir(parents=True)
