@@ -28,27 +28,35 @@ def open_loop(image: int) -> tuple[int, str]:
     The device bypasses the page cache where the file system of `image` can, and is freed when neither the descriptor
     nor a mount uses it. Raises: UnsupportedError where the kernel is too old; IoError where there is no free device.
     """
-    config = _CONFIG.pack(image, 0, AUTOCLEAR | DIRECT_IO)
-    control = os.open(CONTROL, os.O_RDWR | os.O_CLOEXEC)
     try:
-        for _ in range(_TRIES):
-            name = f"loop{fcntl.ioctl(control, LOOP_CTL_GET_FREE)}"
-            device = os.open(f"/dev/{name}", os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.ioctl(device, LOOP_CONFIGURE, config)
-                # One that may write would keep kernels that guard mounted devices from mounting it.
-                return os.open(f"/dev/{name}", os.O_RDONLY | os.O_CLOEXEC), name
-            except OSError as error:
-                if error.errno in (errno.EINVAL, errno.ENOTTY):
-                    raise UnsupportedError(
-                        f"cannot set up {name}: {error.strerror}; Linux 5.8 or newer is needed"
-                    ) from error
-                if error.errno != errno.EBUSY:
-                    raise
-            finally:
-                os.close(device)
+        control = os.open(CONTROL, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            for _ in range(_TRIES):
+                name = f"loop{fcntl.ioctl(control, LOOP_CTL_GET_FREE)}"
+                device = _configured(name, image)
+                if device is not None:
+                    return device, name
+        finally:
+            os.close(control)
     except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENOTTY):
+            raise UnsupportedError(
+                f"cannot set up a loop device: {error.strerror}; Linux 5.8 or newer is needed"
+            ) from error
         raise IoError(error.errno or errno.EIO, f"no loop device: {error.strerror}") from error
-    finally:
-        os.close(control)
     raise IoError(errno.EBUSY, f"no loop device: others took each of {_TRIES} free ones first; try again")
+
+
+def _configured(name: str, image: int) -> int | None:
+    """Return a read-only descriptor of the device `name`, now over `image`; None where another process was first."""
+    device = os.open(f"/dev/{name}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.ioctl(device, LOOP_CONFIGURE, _CONFIG.pack(image, 0, AUTOCLEAR | DIRECT_IO))
+        # One that may write would keep kernels that guard mounted devices from mounting it.
+        return os.open(f"/dev/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            return None
+        raise
+    finally:
+        os.close(device)
