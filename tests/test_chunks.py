@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -629,3 +630,14 @@ class ChunkMachine(RuleBasedStateMachine):
 
 def test_a_store_does_what_a_dict_does() -> None:
     run_state_machine_as_test(ChunkMachine, settings=settings(max_examples=8, stateful_step_count=12, deadline=None))
+
+
+def test_waiting_for_a_transfer_ends_for_all_who_wait() -> None:
+    transfer = Transfer(LOAD, keys(1), np.zeros(1, np.uint64))
+    assert [transfer.wait(0), transfer.wait(-1), transfer.done] == [False, False, False]
+    with ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(transfer.wait, 60) for _ in range(8)]
+        transfer.finish()
+        assert all(one.result() for one in waiting)
+    assert transfer.done
+    assert transfer.wait(0)

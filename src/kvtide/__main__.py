@@ -29,6 +29,8 @@ def _lost(what: sys.UnraisableHookArgs) -> None:
     if what.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(what)
         return
+    if sys.is_finalizing():  # no thread starts any more
+        return
     again = threading.Timer(AGAIN_S, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
     again.daemon = True
     again.start()

@@ -20,6 +20,7 @@ from kvtide.tiers.file import Reading, Writing
 
 Kind = Literal["store", "load"]
 _log = logging.getLogger("kvtide.chunks")
+_making_event = threading.Lock()
 STORE: Kind = "store"
 LOAD: Kind = "load"
 
@@ -44,14 +45,13 @@ class Transfer:
     num_good: int = 0  # chunks that arrived
     began_ns: int = 0
     ended_ns: int = 0
-    _under_way: threading.Lock = field(default_factory=threading.Lock)  # an Event costs as much as all the rest
+    _event: threading.Event | None = None  # made by who waits: it costs as much as all the rest
 
     def __post_init__(self) -> None:
         self.addresses = self.addresses.reshape(len(self.keys), -1 if len(self.keys) else 1)
         self.statuses = np.empty(len(self.keys), np.uint8)
         self.statuses.fill(FAILED)
         self.num_left = len(self.keys)
-        self._under_way.acquire()
 
     def check_pieces(self, num_pieces: int) -> None:
         """Raise ConfigError unless there is an address for each of the `num_pieces` of a chunk."""
@@ -71,10 +71,9 @@ class Transfer:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Return when it is done, or False when `timeout_s` has gone by."""
-        is_done = self._under_way.acquire(timeout=-1 if timeout_s is None else timeout_s)
-        if is_done:
-            self._under_way.release()
-        return is_done
+        with _making_event:
+            self._event = event = self._event or threading.Event()
+        return self.done or event.wait(timeout_s)  # in this order: `finish` says first that it is done
 
     def result(self) -> Statuses:
         """Wait, and return what became of each chunk. Shapes: returns [n]."""
@@ -98,7 +97,8 @@ class Transfer:
     def finish(self) -> None:
         """Let those who wait go on."""
         self.ended_ns = time.perf_counter_ns()
-        self._under_way.release()
+        if self._event is not None:
+            self._event.set()
         if self.on_done is not None:
             self.on_done(self)
 
