@@ -72,7 +72,7 @@ def run_rounds(
     """Run every tier at every size `repeats` times, in turn, each time in another order; return medians and ranges.
 
     All rounds of a size use one memory, as an engine keeps its own: direct I/O from and to memory that is new after a
-    buffered tier's round was three times as slow on a virtual machine, whose host had to find it first.
+    buffered tier's round was three times as slow on a virtual machine; why is not known.
     """
     draw, found_rows = random.Random(0), []
     for size, num in sizes.items():
