@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from kvtide import children
 from kvtide.blocks import KEY, KeyArray
 from kvtide.cli_places import quiet_libraries
 from kvtide.errors import ConfigError
@@ -34,7 +35,6 @@ from kvtide.units import format_bytes, format_ns, parse_option_bytes, printable
 REMOTE_EXAMPLE = "Example: kvtide remote check valkey://127.0.0.1:6379/0"
 SECOND_NS = 1_000_000_000
 START_S = 30.0  # a master is up in about one second
-END_S = 10.0  # a master that has not ended by then is killed
 SEGMENT_LEAST = 16 << 20  # the library refuses smaller ones
 
 remote = typer.Typer(
@@ -228,12 +228,7 @@ def _master() -> Iterator[tuple[str, Any]]:
         url = f"mooncake://127.0.0.1:{rpc}?metadata={metadata}"
         yield url, MooncakeOptions(master=f"127.0.0.1:{rpc}", metadata=metadata)
     finally:
-        process.terminate()
-        try:
-            process.wait(END_S)
-        except subprocess.TimeoutExpired:  # stopped, or hung
-            process.kill()
-            process.wait()
+        children.end(process)
 
 
 def _listens(port: int) -> bool:

@@ -22,6 +22,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvtide import children
 from kvtide.errors import ConfigError, KvtideError, UnsupportedError
 from kvtide.units import format_bytes, parse_bytes, printable
 
@@ -36,7 +37,6 @@ TRACE_EXAMPLE = "Example: kvtide trace -o run.kvtrace -- kvtide run --ask 'What 
 DEFAULT_FILE = "trace.kvtrace"
 RUN_TRACE = "KVTIDE_TRACE"  # tells a traced `kvtide run` where to leave its own records
 SAMPLE_S = 0.25
-ENDING_S = 10.0  # that a command gets after Ctrl-C
 
 
 @dataclass(slots=True)
@@ -163,14 +163,7 @@ def _started(ask: Ask, own: Path) -> Iterator[subprocess.Popen[bytes] | None]:
     try:
         yield child
     finally:
-        if child.poll() is None:
-            child.send_signal(signal.SIGCONT)
-            child.terminate()
-            try:
-                child.wait(ENDING_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+        children.end(child)
 
 
 def _which(name: str) -> str | None:
@@ -265,7 +258,7 @@ def _wait(
 def _end(child: subprocess.Popen[bytes], ctrl_c: list[int]) -> None:
     """Let the command end itself, as after Ctrl-C, and kill it if it does not, or at the next Ctrl-C."""
     child.send_signal(signal.SIGINT)
-    seen, until = len(ctrl_c), time.monotonic() + ENDING_S
+    seen, until = len(ctrl_c), time.monotonic() + children.ENDING_S
     while len(ctrl_c) == seen and time.monotonic() < until:
         try:
             child.wait(0.1)

@@ -71,6 +71,8 @@ class Transfer:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Return when it is done, or False when `timeout_s` has gone by."""
+        if self.done:
+            return True
         with _making_event:
             self._event = event = self._event or threading.Event()
         return self.done or event.wait(timeout_s)  # in this order: `finish` says first that it is done

@@ -17,7 +17,7 @@ from kvtide.stores.worker import ACKED
 from kvtide.units import printable
 
 ERROR_LETTERS_MAX = 300
-SIGNALS_S = 0.5
+SIGNALS_MS = 500
 
 
 class Worker:
@@ -33,6 +33,9 @@ class Worker:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         command = [python or sys.executable, "-m", "kvtide.stores.worker"]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors)
+        assert self._child.stdout is not None
+        self._answers = select.poll()
+        self._answers.register(self._child.stdout, select.POLLIN)
         try:
             self.order(
                 "open",
@@ -70,7 +73,7 @@ class Worker:
         """Give an order and return the answer."""
         self.send(do, **what)
         assert self._child.stdout is not None
-        while not select.select([self._child.stdout], [], [], SIGNALS_S)[0]:
+        while not self._answers.poll(SIGNALS_MS):
             pass  # a signal that came just before the wait, or to another thread, is seen now
         line = self._child.stdout.readline()
         if not line:
