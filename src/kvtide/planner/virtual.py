@@ -207,9 +207,9 @@ class _CostedIo(SlotIo):
     mover: VirtualMover
     costs: HostCosts
 
-    def _count(self, is_write: npt.NDArray[np.bool_], num_bytes: npt.NDArray[np.uint64]) -> None:
+    def _count(self, num: int, num_bytes: int, *, is_write: bool) -> None:
         self.mover.spend(self.costs.round_ns)
-        super()._count(is_write, num_bytes)
+        super()._count(num, num_bytes, is_write=is_write)
 
     def checksums(
         self, fragments: npt.NDArray[np.integer], addresses: npt.NDArray[np.uint64]

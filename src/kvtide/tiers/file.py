@@ -198,13 +198,14 @@ class FileTier:
 
     def _finish(self, reading: Reading) -> npt.NDArray[np.intp]:
         """Verify what was begun as it arrives, note what is corrupt, and return what did not move."""
-        wanted, lost = reading.wanted, []
+        wanted, never = reading.wanted, []
         slots, requests = reading.slots[wanted], reading.requests[wanted]
-        for parts, is_whole in self._io.finish(reading.merged, reading.cause, slots, requests["fragment"]):
-            moved = parts[is_whole]
-            reading.statuses[wanted[moved]] = self._verify(slots[moved], requests[moved])
-            lost.append(wanted[parts[~is_whole]])
-        return np.concatenate(lost) if lost else wanted[:0]
+        fragments, addresses = requests["fragment"].copy(), requests["address"].copy()
+        for moved, lost in self._io.finish(reading.merged, reading.cause, slots, fragments):
+            bad = self._bad(slots[moved], fragments[moved], addresses[moved])
+            reading.statuses[wanted[moved[bad]]] = CORRUPT
+            never.append(wanted[lost])
+        return np.concatenate(never) if never else wanted[:0]
 
     def write(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], *, cause: Cause) -> Statuses:
         with self._consistent() as written:
@@ -375,19 +376,28 @@ class FileTier:
         self._sequence += num
         return np.arange(self._sequence + 1 - num, self._sequence + 1, dtype=np.uint64)
 
-    def _verify(self, slots: npt.NDArray[np.int64], requests: npt.NDArray[np.void]) -> Statuses:
-        found = self._io.checksums(requests["fragment"], requests["address"])
-        bad = found != self.table.checksums[slots, requests["fragment"]]
-        if self._cipher is not None:
-            bad[~bad] = ~self._decrypted(slots[~bad], requests[~bad])
-        self._stats.num_corrupt += int(bad.sum())
-        return np.where(bad, CORRUPT, OK).astype(np.uint8)
+    def _bad(
+        self, slots: npt.NDArray[np.int64], fragments: npt.NDArray[np.integer], addresses: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.intp]:
+        """Return which fragments in memory are not what was written. What is encrypted is decrypted in place.
 
-    def _decrypted(self, slots: npt.NDArray[np.int64], requests: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+        Shapes: slots, fragments, addresses [n]; returns [m], rows of those.
+        """
+        is_bad = self._io.checksums(fragments, addresses) != self.table.checksums[slots, fragments]
+        if self._cipher is not None:
+            rows = np.flatnonzero(~is_bad)
+            is_bad[rows] = ~self._decrypted(slots[rows], fragments[rows], addresses[rows])
+        bad = np.flatnonzero(is_bad)
+        self._stats.num_corrupt += len(bad)
+        return bad
+
+    def _decrypted(
+        self, slots: npt.NDArray[np.int64], fragments: npt.NDArray[np.integer], addresses: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.bool_]:
         """Decrypt fragments where they were read to, and say which are what was written."""
         assert self._cipher is not None, "asked to decrypt without a key"
         groups, rows = np.unique(slots, return_inverse=True)
-        table, parts = self.table, requests["fragment"].astype(np.int64)
+        table, parts = self.table, fragments.astype(np.int64)
         lengths = np.array(self.layout.fragment_padded_bytes)[parts]
         about = table.records(groups), table.sequences[groups], groups, table.proofs[groups]
-        return self._cipher.decrypt(*about, rows, parts, requests["address"], lengths)
+        return self._cipher.decrypt(*about, rows, parts, addresses, lengths)

@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ import xxhash
 
 from kvtide.errors import ConfigError, IoError, ShortIo
 from kvtide.io.ops import OP, PAGE_BYTES, WRITE, Batch, Completions, Engine, address_of
-from kvtide.io.schedule import Merged, merge
+from kvtide.io.schedule import Index, Merged, merge
 from kvtide.spec import SlotLayout
 from kvtide.tiers.contract import Cause, TierStats
 from kvtide.trace.events import CAUSES
@@ -47,6 +47,7 @@ class SlotIo:
         self._offsets = np.array(layout.fragment_offset, np.uint64)
         self._lengths = np.array(layout.fragment_padded_bytes, np.uint32)
         self._views = [(ctypes.c_uint8 * length).from_address for length in layout.fragment_padded_bytes]
+        self._is_even = len(set(layout.fragment_padded_bytes)) == 1
 
     def _start(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         return (PAGE_BYTES + slots * self.layout.slot_bytes).astype(np.uint64)
@@ -96,8 +97,8 @@ class SlotIo:
     ) -> npt.NDArray[np.bool_]:
         """Wait for what was begun and say which operations went well. Shapes: slots, fragments, result [n]."""
         good = np.zeros(len(merged.part_of), np.bool_)
-        for parts, is_whole in self.finish(merged, cause, slots, fragments):
-            good[parts] = is_whole
+        for moved, _ in self.finish(merged, cause, slots, fragments):
+            good[moved] = True
         return good
 
     def finish(
@@ -106,29 +107,39 @@ class SlotIo:
         cause: Cause,
         slots: npt.NDArray[np.int64],
         fragments: npt.NDArray[np.integer] | None,
-    ) -> Iterator[tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]]:
-        """Yield, as operations end, which of those before merging that were, and whether each moved whole.
+    ) -> Iterator[tuple[Index, Index]]:
+        """Yield, as operations end, which of those before merging moved whole, and which did not.
 
-        Of a read that ends early, what came before its end is whole.
-        Shapes: slots, fragments [n]; yields [m], [m].
+        Of a read that ends early, what came before its end is whole. All of one `begin` are reads, or all are writes.
+        Shapes: slots, fragments [n]; yields [m], [k].
         Raises: IoError where the engine raised meanwhile, whatever for.
         """
         order = np.argsort(merged.part_of, kind="stable")
         bounds = np.searchsorted(merged.part_of[order], np.arange(len(merged.batch) + 1))
+        wanted, edges, has_gaps = merged.batch["length"].astype(np.uint64), bounds.tolist(), len(merged.scratch) > 0
         outstanding = len(merged.batch)
         number = int(merged.batch["tag"][0]) >> 32 if outstanding else 0
+        is_write = bool((merged.batch["kind"][:1] == WRITE).all())
         while outstanding:
             completions = self._reap(number)
             outstanding -= len(completions)
-            tags = completions["tag"].astype(np.int64)
-            whole = (completions["error"] == 0) & (completions["length"] == merged.batch["length"][tags])
-            is_write = merged.batch["kind"][tags] == WRITE
-            self._count(is_write, completions["length"] * whole)
-            self._stats.gap_bytes += int(merged.gap_bytes[tags[whole]].sum())
+            tags, lengths = completions["tag"].astype(np.intp), completions["length"]
+            whole = (completions["error"] == 0) & (lengths == wanted[tags])
+            is_all_whole = bool(whole.all())
+            self._count(
+                len(completions), int(lengths.sum() if is_all_whole else lengths[whole].sum()), is_write=is_write
+            )
+            if has_gaps:
+                self._stats.gap_bytes += int(merged.gap_bytes[tags[whole]].sum())
             self._record(merged, completions, bounds, order, slots, fragments, cause)
-            parts = np.concatenate([order[bounds[tag] : bounds[tag + 1]] for tag in tags.tolist()])
-            moved = np.where(whole | ~is_write, completions["length"], 0).astype(np.int64)
-            yield parts, merged.end_of[parts] <= np.repeat(moved, bounds[tags + 1] - bounds[tags])
+            spans = [order[edges[tag] : edges[tag + 1]] for tag in tags.tolist()]
+            parts = spans[0] if len(spans) == 1 else np.concatenate(spans)
+            if is_all_whole:
+                yield parts, parts[:0]
+                continue
+            moved = np.where(whole | (not is_write), lengths, 0).astype(np.int64)
+            is_whole = merged.end_of[parts] <= np.repeat(moved, bounds[tags + 1] - bounds[tags])
+            yield parts[is_whole], parts[~is_whole]
         self._under_way.discard(number)
 
     def settle(self) -> None:
@@ -149,9 +160,11 @@ class SlotIo:
         done = self._early.pop(number, None)
         while done is None:
             found = self.engine.reap(1)
-            whose = (found["tag"] >> np.uint64(32)).astype(np.int64)
+            whose = found["tag"] >> np.uint64(32)
             found["tag"] &= np.uint64(0xFFFFFFFF)
-            for other in np.unique(whose).tolist() if (whose != number).any() else [number]:
+            if (whose == number).all():
+                return found
+            for other in np.unique(whose).tolist():
                 part = found[whose == other]
                 if other == number:
                     done = part
@@ -159,17 +172,24 @@ class SlotIo:
                     self._early[other] = np.concatenate([self._early[other], part]) if other in self._early else part
         return done
 
-    def _count(self, is_write: npt.NDArray[np.bool_], num_bytes: npt.NDArray[np.uint64]) -> None:
-        self._stats.num_writes += int(is_write.sum())
-        self._stats.written_bytes += int(num_bytes[is_write].sum())
-        self._stats.num_reads += int((~is_write).sum())
-        self._stats.read_bytes += int(num_bytes[~is_write].sum())
+    def _count(self, num: int, num_bytes: int, *, is_write: bool) -> None:
+        if is_write:
+            self._stats.num_writes += num
+            self._stats.written_bytes += num_bytes
+        else:
+            self._stats.num_reads += num
+            self._stats.read_bytes += num_bytes
 
     def checksums(
         self, fragments: npt.NDArray[np.integer], addresses: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.uint64]:
         """Return the xxh3-64 of each fragment in memory, padding included."""
-        views = (self._views[one](at) for one, at in zip(fragments.tolist(), addresses.tolist(), strict=True))
+        places = addresses.tolist()
+        views: Iterable[ctypes.Array[ctypes.c_uint8]] = (
+            map(self._views[0], places)
+            if self._is_even
+            else (self._views[one](at) for one, at in zip(fragments.tolist(), places, strict=True))
+        )
         return np.fromiter(map(xxhash.xxh3_64_intdigest, views), np.uint64, len(addresses))
 
     def _record(
