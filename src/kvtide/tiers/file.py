@@ -40,12 +40,15 @@ from kvtide.trace.record import Recorder
 SCAN_SLOTS = 512  # headers read at once when opening
 SEQUENCES_UNSEEN = 1 << 40  # more than one owner writes: what a header that cannot be read may have as its number
 
+Numbers = npt.NDArray[np.int64]
+Addresses = npt.NDArray[np.uint64]
+
 
 @dataclass(eq=False, slots=True)
 class Reading:
     """A read that was begun: of each request its slot and what is known of it, and which ones are under way."""
 
-    slots: npt.NDArray[np.int64]
+    slots: Numbers
     requests: npt.NDArray[np.void]
     statuses: Statuses
     cause: Cause
@@ -120,7 +123,7 @@ class FileTier:
         if self._stats.num_failed:  # what is written from here on must win over what could not be read, once it can be
             self.write_after(self._sequence + SEQUENCES_UNSEEN)
 
-    def adopt(self, slots: npt.NDArray[np.int64], decoded: Decoded, kept: npt.NDArray[np.bool_]) -> None:
+    def adopt(self, slots: Numbers, decoded: Decoded, kept: npt.NDArray[np.bool_]) -> None:
         """Take over the `kept` of slots that a former owner filled; of two with one key the later one wins."""
         slots, records = slots[kept], decoded.records.take(kept)
         sequences, checksums = decoded.sequences[kept], decoded.checksums[kept]
@@ -143,7 +146,7 @@ class FileTier:
         """Number what is written from here on beyond `sequence`: headers of dropped groups may lie in the file."""
         self._sequence = max(self._sequence, sequence)
 
-    def headers(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+    def headers(self) -> tuple[Numbers, npt.NDArray[np.uint8]]:
         """Return the used slots and their header pages: what a checkpoint keeps. Shapes: [n], [n, header_bytes]."""
         slots = np.flatnonzero(self.table.used)
         pages = np.zeros((len(slots), self.layout.header_bytes), np.uint8)
@@ -200,14 +203,14 @@ class FileTier:
         """Verify what was begun as it arrives, note what is corrupt, and return what did not move."""
         wanted, never = reading.wanted, []
         slots, requests = reading.slots[wanted], reading.requests[wanted]
-        fragments, addresses = requests["fragment"].copy(), requests["address"].copy()
+        fragments, addresses = requests["fragment"].astype(np.int64), requests["address"].copy()
         for moved, lost in self._io.finish(reading.merged, reading.cause, slots, fragments):
             bad = self._bad(slots[moved], fragments[moved], addresses[moved])
             reading.statuses[wanted[moved[bad]]] = CORRUPT
             never.append(wanted[lost])
         return np.concatenate(never) if never else wanted[:0]
 
-    def write(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], *, cause: Cause) -> Statuses:
+    def write(self, records: GroupRecords, addresses: Addresses, *, cause: Cause) -> Statuses:
         with self._consistent() as written:
             slots, statuses = self._room_for(records)
             portions = list(self._writer.portions(len(slots)))
@@ -224,7 +227,7 @@ class FileTier:
         """Return how many groups `begin_write` is best given. `is_idle`: nothing is being written."""
         return self._writer.portion(is_idle=is_idle)
 
-    def begin_write(self, records: GroupRecords, addresses: npt.NDArray[np.uint64], *, cause: Cause) -> Writing:
+    def begin_write(self, records: GroupRecords, addresses: Addresses, *, cause: Cause) -> Writing:
         """Begin what `finish_write` ends: a `portion` at most, packed. Two may be under way; meanwhile nothing is read.
 
         Groups are not there before `finish_write`. What is at `addresses` must stay as it is until then.
@@ -248,15 +251,13 @@ class FileTier:
             self.flush_departures()
             return writing.statuses
 
-    def _room_for(self, records: GroupRecords) -> tuple[npt.NDArray[np.int64], Statuses]:
+    def _room_for(self, records: GroupRecords) -> tuple[Numbers, Statuses]:
         """Return slots for the first groups, and the statuses of all, FULL."""
         slots = self._allocate(len(records), self.slots_of(records.parents[:1])[0] if len(records) else -1)
         self._stats.num_full += len(records) - len(slots)
         return slots, np.full(len(records), FULL, np.uint8)
 
-    def _begin_write(
-        self, slots: npt.NDArray[np.int64], records: GroupRecords, addresses: npt.NDArray[np.uint64], cause: Cause
-    ) -> Begun:
+    def _begin_write(self, slots: Numbers, records: GroupRecords, addresses: Addresses, cause: Cause) -> Begun:
         return self._writer.begin(slots, records, self._next_sequences(len(slots)), addresses, cause)
 
     def _end_write(self, begun: Begun) -> Statuses:
@@ -312,14 +313,14 @@ class FileTier:
 
     # Slots
 
-    def slots_of(self, keys: KeyArray) -> npt.NDArray[np.int64]:
+    def slots_of(self, keys: KeyArray) -> Numbers:
         """Return where each group lies, -1 where it is not there. Threads: any may ask.
 
         No step of it is Python's own, so another thread that computes does not get the interpreter in between.
         """
         return np.fromiter(map(self._slot_of.get, keys.tolist(), repeat(-1)), np.int64, len(keys))
 
-    def _allocate(self, num: int, after: int) -> npt.NDArray[np.int64]:
+    def _allocate(self, num: int, after: int) -> Numbers:
         """Return up to `num` free slots, in one run behind slot `after` where there is one, else the lowest."""
         free = np.flatnonzero(self._free)
         start = int(np.searchsorted(free, after + 1))
@@ -357,7 +358,7 @@ class FileTier:
         self._free[slot] = True
         self.table.used[slot] = False
 
-    def _drop_slots(self, slots: npt.NDArray[np.int64], reason: Reason) -> None:
+    def _drop_slots(self, slots: Numbers, reason: Reason) -> None:
         if not len(slots):
             return
         slots = np.unique(slots)
@@ -376,9 +377,7 @@ class FileTier:
         self._sequence += num
         return np.arange(self._sequence + 1 - num, self._sequence + 1, dtype=np.uint64)
 
-    def _bad(
-        self, slots: npt.NDArray[np.int64], fragments: npt.NDArray[np.integer], addresses: npt.NDArray[np.uint64]
-    ) -> npt.NDArray[np.intp]:
+    def _bad(self, slots: Numbers, fragments: Numbers, addresses: Addresses) -> npt.NDArray[np.intp]:
         """Return which fragments in memory are not what was written. What is encrypted is decrypted in place.
 
         Shapes: slots, fragments, addresses [n]; returns [m], rows of those.
@@ -391,13 +390,10 @@ class FileTier:
         self._stats.num_corrupt += len(bad)
         return bad
 
-    def _decrypted(
-        self, slots: npt.NDArray[np.int64], fragments: npt.NDArray[np.integer], addresses: npt.NDArray[np.uint64]
-    ) -> npt.NDArray[np.bool_]:
+    def _decrypted(self, slots: Numbers, fragments: Numbers, addresses: Addresses) -> npt.NDArray[np.bool_]:
         """Decrypt fragments where they were read to, and say which are what was written."""
         assert self._cipher is not None, "asked to decrypt without a key"
         groups, rows = np.unique(slots, return_inverse=True)
-        table, parts = self.table, fragments.astype(np.int64)
-        lengths = np.array(self.layout.fragment_padded_bytes)[parts]
+        table, lengths = self.table, np.array(self.layout.fragment_padded_bytes)[fragments]
         about = table.records(groups), table.sequences[groups], groups, table.proofs[groups]
-        return self._cipher.decrypt(*about, rows, parts, addresses, lengths)
+        return self._cipher.decrypt(*about, rows, fragments, addresses, lengths)
