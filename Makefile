@@ -78,6 +78,7 @@ PEER_NEEDS := aiofile aiofiles blake3 fastapi lmcache-rust-raw-block-io msgspec 
 bench-peers: $(ENGINES)/.installed $(VLLM)/.installed $(STAMP)
 	$(ENGINES)/bin/python -m pip install --quiet $(PEER_NEEDS)
 	$(VLLM)/bin/python benchmarks/peers_vllm.py
+	$(VLLM)/bin/python benchmarks/peers_ceiling.py
 	$(ENGINES)/bin/python benchmarks/peers_sglang.py
 	$(ENGINES)/bin/python benchmarks/peers_lmcache.py
 	$(PY) benchmarks/peers_mooncake.py
